@@ -1,0 +1,43 @@
+"""Pliant trains only the part of a PyTorch model that is worth training now, inside the budget that a device gives."""
+
+__version__ = "0.1.0"
+
+from pliant import measure, recipes, schedule, score, solve, units
+from pliant.policy import Policy, plan
+from pliant.session import Session
+from pliant.types import (
+    Budget,
+    BudgetError,
+    Cost,
+    Part,
+    PliantError,
+    ProbeError,
+    Profile,
+    ProfileMismatch,
+    Progress,
+    Selection,
+    Unit,
+)
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "Cost",
+    "Part",
+    "PliantError",
+    "Policy",
+    "ProbeError",
+    "Profile",
+    "ProfileMismatch",
+    "Progress",
+    "Selection",
+    "Session",
+    "Unit",
+    "measure",
+    "plan",
+    "recipes",
+    "schedule",
+    "score",
+    "solve",
+    "units",
+]

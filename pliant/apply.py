@@ -1,0 +1,215 @@
+"""The only room that changes the user's model or optimizer: `apply_`, `restore_`, norm modes, and the sandbox for probes."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+NormRule = Literal["chosen", "frozen", "as-is"]
+
+
+def apply_(
+    among: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    chosen: Collection[str],
+    state: Literal["keep", "drop"] = "keep",
+) -> None:
+    """Make just the `chosen` parameters trainable. Checks first and changes then: an error leaves everything as it was.
+
+    What is not chosen loses its gradient (an optimizer moves whatever has one, even of zeros) and, with `state="drop"`, its
+    optimizer state, whose memory is freed.
+    """
+    unknown = sorted(set(chosen) - set(among))
+    if unknown:
+        raise ValueError(f"cannot choose {unknown[0]!r}: the model has no trainable parameter of that name.")
+    check_in_groups(among, optimizer, chosen)
+    for name, param in among.items():
+        param.requires_grad_(name in chosen)
+        if name not in chosen:
+            param.grad = None
+            if state == "drop":
+                optimizer.state.pop(param, None)
+    torch.clear_autocast_cache()  # it may hold casts of weights made under the old choice
+
+
+def check_in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, chosen: Collection[str]) -> None:
+    """A parameter that is chosen but unknown to the optimizer would be paid for and never move: refuse it."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [name for name in chosen if id(among[name]) not in held]
+    if missing:
+        raise ValueError(
+            f"{missing[0]!r} was chosen but is in no param group of the optimizer ({len(missing)} of {len(chosen)} chosen are "
+            f"not). Build the optimizer over all parameters (what is not chosen costs nothing), or leave it out with exclude=…"
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """How a model was found: which parameters were trainable, and the mode of each module."""
+
+    requires_grad: Mapping[nn.Parameter, bool]
+    training: Mapping[nn.Module, bool]
+
+
+def found(model: nn.Module) -> Found:
+    """Remember how the model is now."""
+    return Found({p: p.requires_grad for p in model.parameters()}, {m: m.training for m in model.modules()})
+
+
+def restore_(was: Found) -> None:
+    """Make the model as it was found; modes are handled by `Norms.release_`, so that the user's own changes of mode stay."""
+    for param, flag in was.requires_grad.items():
+        param.requires_grad_(flag)
+    torch.clear_autocast_cache()
+
+
+@dataclass
+class Norms:
+    """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
+
+    A norm whose parameters are not chosen runs on its running statistics, whatever `model.train()` says. The user's own wish is
+    what the module shows when it does not show what we set, or the mode that the whole model was switched to.
+    """
+
+    model: nn.Module
+    rule: NormRule = "chosen"
+    _norms: dict[str, nn.Module] = field(default_factory=dict)
+    _wanted: dict[str, bool] = field(default_factory=dict)
+    _set: dict[str, bool] = field(default_factory=dict)
+    _whole: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rule not in ("chosen", "frozen", "as-is"):
+            raise ValueError(f"norm={self.rule!r}: choose 'chosen', 'frozen' or 'as-is'.")
+        for name, module in self.model.named_modules():
+            if isinstance(module, _NormBase) and module.track_running_stats and module.running_mean is not None:
+                self._norms[name] = module
+                self._wanted[name] = module.training
+        self._whole = self.model.training
+
+    def hold_(self, among: Collection[str], chosen: Collection[str]) -> None:
+        """Set every norm's mode for this choice. Call before each forward pass."""
+        if self.rule == "as-is":
+            return
+        self._listen()
+        everything = len(chosen) == len(among)
+        for name, module in self._norms.items():
+            own = [f"{name}.{p}" if name else p for p in module._parameters]
+            candidates = [p for p in own if p in among]
+            # A norm without parameters to choose goes along only when the whole model trains.
+            along = any(p in chosen for p in candidates) if candidates else everything
+            mode = self._wanted[name] and along and self.rule == "chosen"
+            module.training = self._set[name] = mode
+
+    def release_(self) -> None:
+        """Give every norm the mode that the user wants."""
+        self._listen()
+        for name, module in self._norms.items():
+            module.training = self._wanted[name]
+        self._set.clear()
+
+    def _listen(self) -> None:
+        switched = self.model.training != self._whole
+        self._whole = self.model.training
+        for name, module in self._norms.items():
+            if name not in self._set or module.training != self._set[name]:
+                self._wanted[name] = module.training
+            elif switched:
+                self._wanted[name] = self._whole
+
+
+@contextmanager
+def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[None]:
+    """Whatever runs inside leaves no trace: buffers, gradients, random states, modes and trainable flags are put back.
+
+    Inside, gradients start out as None and just the parameters in `train` are trainable (None: as they are). Weights and
+    optimizer state are not copied: whoever needs a step takes it on a `scratch` optimizer.
+    """
+    was = found(model)
+    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    grads = {param: param.grad for param in model.parameters()}
+    rng = rng_states()
+    try:
+        for name, param in model.named_parameters():
+            param.grad = None
+            if train is not None:
+                param.requires_grad_(name in train)
+        torch.clear_autocast_cache()
+        yield
+    finally:
+        restore_(was)
+        for module, flag in was.training.items():
+            module.training = flag
+        with torch.no_grad():
+            for module, name, buffer, copy in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(copy)
+        for param, grad in grads.items():
+            param.grad = grad
+        set_rng_states(rng)
+
+
+def rng_states() -> dict[str, Any]:
+    """Every random state that training may draw from, in plain types and tensors."""
+    name, keys, position, has_gauss, cached = cast("tuple[str, Any, int, int, float]", np.random.get_state())
+    version, internal, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_rng_states(states: Mapping[str, Any]) -> None:
+    """Put the random states back."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])
+
+
+def scratch(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """An optimizer like the user's (class, settings of each parameter's group), with fresh state, over copies of `params`.
+
+    Its `step` is taken from the class: hooks and schedulers that hang on the user's optimizer do not see it.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS makes its update from a closure, not from a gradient: its update gain is unknown.")
+    copies = {id(param): nn.Parameter(param.detach().clone()) for param in params}
+    like = object.__new__(type(optimizer))
+    like.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    like.state = defaultdict(dict)
+    like.param_groups = []
+    for group in optimizer.param_groups:
+        mine = [copies[id(param)] for param in group["params"] if id(param) in copies]
+        if mine:
+            like.param_groups.append({**group, "params": mine})
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(like, name, OrderedDict())
+    return like, [copies[id(param)] for param in params]
+
+
+def scratch_step(like: torch.optim.Optimizer) -> None:
+    """One step of a scratch optimizer."""
+    type(like).step(like)  # type: ignore[call-arg]

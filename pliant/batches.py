@@ -1,0 +1,69 @@
+"""What a batch is to us: whatever the user's loss takes. Its tensors, its size, its halves."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure (tuple, list, dict, named tuple, dataclass, object) with every tensor changed."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, (str, bytes, torch.nn.Module)) or batch is None:
+        return batch
+    if isinstance(batch, dict):
+        return type(batch)({key: map_tensors(value, change) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(value, change) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map_tensors(value, change) for value in batch)
+    if dataclasses.is_dataclass(batch) or hasattr(batch, "__dict__"):
+        changed = copy.copy(batch)
+        for name, value in vars(batch).items():
+            object.__setattr__(changed, name, map_tensors(value, change))
+        return changed
+    return batch
+
+
+def tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a batch."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return iter(found)
+
+
+def size(batch: Any) -> int | None:
+    """The number of samples: the leading dimension that the batch's tensors agree on, else None."""
+    sizes = {tensor.shape[0] for tensor in tensors(batch) if tensor.dim() > 0}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def shapes(batch: Any) -> list[list[int]]:
+    """The shape of every tensor, as plain lists."""
+    return [list(tensor.shape) for tensor in tensors(batch)]
+
+
+def halves(batch: Any) -> tuple[Any, Any] | None:
+    """Two batches of half the samples each, or None where this batch cannot be cut.
+
+    Fewer than four samples are not cut: a half of one sample breaks batch norm in training mode.
+    """
+    samples = size(batch)
+    if samples is None or samples < 4 or (isinstance(batch, Mapping) and not isinstance(batch, dict)):
+        return None
+    cut = samples // 2
+
+    def part(start: int, stop: int) -> Any:
+        return map_tensors(batch, lambda t: t[start:stop] if t.dim() > 0 else t)
+
+    return part(0, cut), part(cut, 2 * cut)

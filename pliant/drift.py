@@ -1,0 +1,67 @@
+"""Values over time: the mean of several probes, the blend of old and new, and how far values have turned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+Key = TypeVar("Key")
+
+
+class Drift:
+    """How far the values of the chosen units have turned since the selection: 1 − cos of a mean then and a mean now."""
+
+    settle, keep = 5, 0.8  # steps that make the first mean; share of the old in the moving one
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.then: dict[str, float] = {}
+        self.now: dict[str, float] = {}
+
+    def see(self, values: Mapping[str, float]) -> None:
+        """Take in the values of one step; a step without gradients, or with one that is not finite, says nothing."""
+        if not values or not all(math.isfinite(v) for v in values.values()):
+            return
+        self.count += 1
+        if self.count <= self.settle:
+            self.then = {n: self.then.get(n, 0.0) + v / self.settle for n, v in values.items()}
+            self.now = dict(self.then)
+        else:
+            self.now = {n: self.keep * self.now.get(n, 0.0) + (1 - self.keep) * v for n, v in values.items()}
+
+    @property
+    def amount(self) -> float | None:
+        """0: not at all; 1: nothing in common; None: not known yet."""
+        if self.count <= self.settle:
+            return None
+        lengths = math.hypot(*self.then.values()) * math.hypot(*self.now.values())
+        return 1 - sum(self.then.get(n, 0.0) * v for n, v in self.now.items()) / lengths if lengths else None
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count, "then": self.then, "now": self.now}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Drift:
+        out = cls()
+        out.count, out.then, out.now = state["count"], dict(state["then"]), dict(state["now"])
+        return out
+
+
+def mean(probes: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
+    """The mean value of each key over several probes; NaN where one of them is."""
+    several = list(probes)
+    return {key: sum(values[key] for values in several) / len(several) for key in several[0]}
+
+
+def blend(old: Mapping[Key, float], new: Mapping[Key, float], smooth: float) -> dict[Key, float]:
+    """`smooth` of the old value and the rest of the new one; where the new one is not a number the old one stays."""
+    out = {}
+    for key, value in new.items():
+        before = old.get(key, math.nan)
+        if not math.isfinite(value):
+            value = before
+        elif math.isfinite(before):
+            value = smooth * before + (1 - smooth) * value
+        out[key] = value
+    return out

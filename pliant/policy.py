@@ -1,0 +1,128 @@
+"""`Policy`: five words and a budget make a method. `plan`: the pure decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from pliant.schedule import Schedule, once
+from pliant.solve import SLACK, Problem, Solver
+from pliant.types import RESOURCES, Budget, BudgetError, Cost, Profile, Progress, Selection, Unit, match
+
+
+@dataclass(frozen=True)
+class Policy:
+    """units × signal × cost × solver × when, inside a budget.
+
+    `units` turns a graph into units (`units.layers()`), `signal` says what each is worth (`score.update_gain()`), `cost`
+    measures (`measure.timed`), `solver` decides (`solve.knapsack()`), `when` says how often (`schedule.every(steps=100)`).
+    `always` names units that are chosen in any case; `head` adds the module nearest the loss. `state` is what becomes of
+    the optimizer state of what leaves. Change one word with `dataclasses.replace` and you have an ablation.
+    """
+
+    units: Callable[..., tuple[Unit, ...]]
+    signal: Any
+    cost: Callable[..., Profile]
+    solver: Solver
+    when: Schedule = field(default_factory=once)
+    budget: Budget = field(default_factory=Budget)
+    always: tuple[str, ...] = ()
+    head: bool = True
+    state: Literal["keep", "drop"] = "keep"
+    seed: int = 0
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        if self.state not in ("keep", "drop"):
+            raise ValueError(f"state={self.state!r}: the optimizer state of what leaves is 'keep' or 'drop'.")
+
+
+def plan(policy: Policy, profile: Profile, values: Mapping[Unit, float], progress: Progress | None = None) -> Selection:
+    """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
+
+    A value that is not a number says nothing for its unit; the unit is then chosen only if it always is.
+    """
+    progress = progress if progress is not None else Progress()
+    units = tuple(values)
+    if not units:
+        raise ValueError("there is nothing to choose from: no parameter of the model can be trained.")
+    names = tuple(unit.name for unit in units)
+    worth = np.array([values[unit] for unit in units], float)
+    worth[~np.isfinite(worth)] = 0.0
+    always = np.zeros(len(units), bool)
+    always[list(match(names, policy.always))] = True
+    if policy.head:
+        always |= [not set(profile.head).isdisjoint(unit.params) for unit in units]
+
+    full = profile.full
+    limit = policy.budget.limits(full, progress)
+    table = profile.table(units)
+    prices = {"seconds": table.seconds, "bytes": table.bytes, "macs": table.macs}
+    if "joules" in limit:
+        raise BudgetError("a budget in joules cannot be kept yet: profiles hold no joules.")
+    problem = Problem(
+        names,
+        worth,
+        table.needed,
+        np.array([prices[name] for name in limit]).reshape(len(limit), len(table.needed)),
+        np.array([amount - getattr(profile.base, name) for name, amount in limit.items()]),
+        always,
+        progress.round,
+        policy.seed,
+    )
+    _check_floor(problem, profile, units, limit, full)
+    chosen = policy.solver(problem)
+    if not chosen.any():  # no value is positive and nothing is always chosen: the best single unit that fits
+        order = sorted(range(len(units)), key=lambda i: -worth[i])
+        best = next(i for i in order if problem.fits(np.arange(len(units)) == i))
+        chosen = np.arange(len(units)) == best
+    picked = tuple(unit for unit, taken in zip(units, chosen, strict=True) if taken)
+    cost = profile.cost(picked)
+    for name, amount in limit.items():
+        if getattr(cost, name) > amount * (1 + 2 * SLACK):
+            raise BudgetError(
+                f"the choice of {len(picked)} units costs {_say(name, getattr(cost, name), full)}, more than the limit of "
+                f"{_say(name, amount, full)}. Raise the budget, or choose with a solver that keeps it (knapsack, milp, greedy)."
+            )
+    return Selection(
+        picked,
+        cost,
+        limit,
+        problem.value(chosen),
+        progress.round,
+        progress.step,
+        full,
+        dict(zip(names, worth.tolist(), strict=True)),
+    )
+
+
+def _check_floor(problem: Problem, profile: Profile, units: tuple[Unit, ...], limit: Mapping[str, float], full: Cost) -> None:
+    """A budget that not even the cheapest step keeps is refused with the floor named."""
+    if problem.always.any():
+        added = problem.cost(problem.always)
+        what = "what is always chosen (" + ", ".join(n for n, a in zip(problem.names, problem.always, strict=True) if a) + ")"
+    else:
+        alone = np.array([problem.cost(np.arange(len(units)) == i) for i in range(len(units))])
+        over = np.maximum(alone - problem.limits, 0).sum(axis=1)
+        cheapest = int(np.lexsort((alone.sum(axis=1), over))[0])
+        added, what = alone[cheapest], f"the cheapest unit ({units[cheapest].name!r})"
+    for (name, amount), base, more in zip(limit.items(), (getattr(profile.base, n) for n in limit), added, strict=True):
+        floor = base + more
+        if floor > amount * (1 + SLACK):
+            kind = next(k for k, v in RESOURCES.items() if v == name)
+            raise BudgetError(
+                f"{kind}={_say(name, amount, full)} is below the floor of {_say(name, floor, full)}: the forward pass alone "
+                f"takes {_say(name, base, full)} of a full step and {what} adds {_say(name, more, full)}. "
+                f"Use {kind}>={_say(name, floor, full)}."
+            )
+
+
+def _say(name: str, amount: float, full: Cost) -> str:
+    """An amount as a share of a full step, and as it is. Floors round up, so that the named floor is one that works."""
+    whole = getattr(full, name)
+    share = np.ceil(amount / whole * 1000 - 1e-6) / 1000 if whole else float("nan")
+    shown = {"seconds": f"{amount * 1e3:.3g} ms", "bytes": f"{amount / 1e6:.3g} MB", "macs": f"{amount / 1e6:.3g} MMAC"}
+    return f"{share:.3f} ({shown[name]})"

@@ -1,0 +1,92 @@
+"""The literature, one function each: every method is five words and a budget.
+
+| | units | signal | cost | solver | when |
+|---|---|---|---|---|---|
+| `pliant` | layers | unbiased update gain, smoothed | measured | exact, several budgets | on drift |
+| `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
+| `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
+| `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
+| `full` `head` `last` `bias` `norm` `only` `random` | – | – | measured | fixed, or inside the budget | once, or every k |
+"""
+
+from __future__ import annotations
+
+from pliant import schedule, score, solve, units
+from pliant.measure import counted, timed
+from pliant.policy import Policy
+from pliant.schedule import Schedule
+from pliant.types import Budget, Limit
+
+
+def pliant(
+    time: Limit = None, memory: Limit = None, macs: Limit = None, *, when: Schedule | None = None, seed: int = 0
+) -> Policy:
+    """Ours, and the default: whole layers by a noise-corrected gain, every budget at once on the true graph, again on drift."""
+    return Policy(
+        units.layers(),
+        score.update_gain(cross=True, batches=2, smooth=0.5),
+        timed,
+        solve.milp(gap=1e-4),
+        when or schedule.on_drift(0.3, at_least=50, at_most=500),
+        Budget(time=time, memory=memory, macs=macs),
+        seed=seed,
+        name="pliant",
+    )
+
+
+def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
+    """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227."""
+    gain = score.update_gain(cross=False)
+    when = when or schedule.every(epochs=3)
+    return Policy(units.tensors(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_trainer")
+
+
+def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
+    """Whole layers, priced as a whole by what they take on this device. IEEE Access 2025, 10.1109/ACCESS.2025.3591772."""
+    gain = score.update_gain(cross=False)
+    when = when or schedule.every(epochs=3)
+    return Policy(units.layers(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_layers")
+
+
+def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
+    """ElasticTrainer with compute in place of seconds, for language models. GreenTrainer, ICLR 2024, arXiv 2309.13192."""
+    gain = score.update_gain(cross=False)
+    when = when or schedule.every(epochs=1)
+    return Policy(units.tensors(), gain, counted, solve.knapsack(), when, Budget(macs=macs), seed=seed, name="green_trainer")
+
+
+def only(*globs: str) -> Policy:
+    """Exactly the parameters that match, from beginning to end."""
+    return Policy(units.tensors(), score.nearness(), timed, solve.fixed(*globs), head=False, name=f"only({', '.join(globs)})")
+
+
+def full() -> Policy:
+    """Everything: plain training, bit for bit."""
+    return Policy(units.tensors(), score.nearness(), timed, solve.fixed("*"), name="full")
+
+
+def head() -> Policy:
+    """The module nearest the loss, and nothing else."""
+    return Policy(units.tensors(), score.nearness(), timed, solve.fixed(), name="head")
+
+
+def bias() -> Policy:
+    """Every bias (a norm's shift is one), and the head. BitFit, arXiv 2106.10199."""
+    return Policy(units.tensors(), score.nearness(), timed, solve.fixed("*bias"), name="bias")
+
+
+def norm() -> Policy:
+    """Scale and shift of every norm, and the head."""
+    return Policy(units.norms(), score.nearness(), timed, solve.fixed("*"), name="norm")
+
+
+def last(time: Limit = 0.5) -> Policy:
+    """The last layers, as many as the budget holds: the baseline that every clever choice must beat."""
+    solver = solve.greedy(by="order", stop=True)
+    return Policy(units.layers(), score.nearness(), timed, solver, budget=Budget(time=time), name="last")
+
+
+def random(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
+    """Layers by lot inside the budget, drawn again each round: the other baseline."""
+    when = when or schedule.every(steps=100)
+    return Policy(units.layers(), score.random(), timed, solve.sample(), when, Budget(time=time), seed=seed, name="random")

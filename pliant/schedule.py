@@ -1,0 +1,78 @@
+"""When to choose again: `once`, `every`, `on_drift`; and `ramp`, a number that moves with progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pliant.types import Progress
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`due(now, last, drift)` says whether to choose again.
+
+    `last` is where the run stood at the last selection; `drift` tells how far the values of the chosen units have turned since
+    (0: not at all, 1: nothing in common; None: not known yet) and is only watched where `watches` is set.
+    """
+
+    name: str
+    due: Callable[[Progress, Progress, float | None], bool]
+    needs_epochs: bool = False
+    watches: bool = False
+
+
+def once() -> Schedule:
+    """Choose before the first step and never again."""
+    return Schedule("once", lambda now, last, drift: False)
+
+
+def every(steps: int | None = None, epochs: float | None = None) -> Schedule:
+    """Choose again after so many optimizer steps or epochs.
+
+    >>> every(steps=100).due(Progress(step=250), Progress(step=150), None)
+    True
+    """
+    if (steps is None) == (epochs is None):
+        raise ValueError(f"every() takes steps=… or epochs=…, one of them (given: {steps=}, {epochs=}).")
+    interval = steps if steps is not None else epochs
+    if interval is None or interval <= 0:
+        raise ValueError(f"every({steps=}, {epochs=}): something must lie between two selections.")
+    if steps is not None:
+        return Schedule(f"every {interval} steps", lambda now, last, drift: now.step - last.step >= interval)
+    return Schedule(
+        f"every {interval} epochs",
+        lambda now, last, drift: now.step - last.step >= max(round(interval * (now.steps_per_epoch or 1)), 1),
+        needs_epochs=True,
+    )
+
+
+def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = None) -> Schedule:
+    """Choose again when the value vector of the chosen units has turned away from the one last used.
+
+    Drift is 1 − cos of the two vectors; it is read off gradients that training computes anyway. Never sooner than `at_least`
+    steps after the last selection; with `at_most`, never later than that either.
+    """
+    if not 0 < threshold <= 2:
+        raise ValueError(f"on_drift(threshold={threshold}): drift is 1 − cos, so the threshold lies in (0, 2].")
+
+    def due(now: Progress, last: Progress, drift: float | None) -> bool:
+        since = now.step - last.step
+        if at_most is not None and since >= at_most:
+            return True
+        return since >= at_least and drift is not None and drift > threshold
+
+    return Schedule(f"on drift > {threshold}", due, watches=True)
+
+
+def ramp(start: float, end: float, until: float = 1.0) -> Callable[[Progress], float]:
+    """A number that goes in a straight line from `start` to `end` while the run goes from its beginning to `until` (a share).
+
+    For budgets that change over a run: `Budget(time=ramp(1.0, 0.4))` begins with full steps and ends with short ones.
+
+    >>> ramp(1.0, 0.5)(Progress(step=50, total_steps=100))
+    0.75
+    """
+    if not 0 < until <= 1:
+        raise ValueError(f"ramp(until={until}): the end of the ramp is a share of the run, in (0, 1].")
+    return lambda progress: start + (end - start) * min(progress.fraction / until, 1.0)

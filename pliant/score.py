@@ -1,0 +1,371 @@
+"""Probe batch → one value per unit: what training it is worth now.
+
+A signal is one small function: from what a probe saw of a parameter to the worth of its elements. Worths add up: a tensor is
+worth the sum of its channels, a layer the sum of its tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from pliant import batches
+from pliant.apply import sandbox, scratch, scratch_step
+from pliant.types import Part, ProbeError, Unit
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a probe saw of one parameter.
+
+    `grad` is its gradient, `update()` the change that the user's optimizer would make from a fresh state; with a
+    cross-batch signal the two come from different halves of the batch. `potential` is the Fisher potential per output
+    channel. `depth` counts from the loss (0); `chance` is a number in [0, 1), new each round.
+    """
+
+    name: str
+    weight: torch.Tensor
+    depth: int = 0
+    chance: float = 0.0
+    grad: torch.Tensor | None = None
+    update: Callable[[], torch.Tensor] | None = None
+    potential: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Signal:
+    """`worth(seen)` gives the worth of a parameter's elements: its shape, or one number per index of its first dimension.
+
+    `needs` says what must run: nothing, one backward pass, or one that also looks at activations. `cross` takes gradient
+    and update from two halves of the batch. `batches` are averaged before each re-selection; `smooth` is the share of the
+    old value that is kept from round to round. A cross-batch probe holds one half's gradients; `hold` bounds their bytes,
+    at the price of more passes.
+    """
+
+    name: str
+    worth: Callable[[Seen], torch.Tensor]
+    needs: Literal["nothing", "gradient", "activation"] = "gradient"
+    cross: bool = False
+    batches: int = 1
+    smooth: float = 0.0
+    hold: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batches < 1 or not 0 <= self.smooth < 1:
+            raise ValueError(f"{self.name}: batches must be at least 1 and smooth in [0, 1) ({self.batches=}, {self.smooth=}).")
+
+
+# ---------------------------------------------------------------- signals
+
+
+def update_gain(cross: bool = True, batches: int = 1, smooth: float = 0.0, hold: int | None = None) -> Signal:
+    """The first-order drop of the loss from this parameter's own next update: −Σ g·Δw.
+
+    Δw is what the user's optimizer would do, from a fresh state for every unit: with the state as it is, units that were
+    long chosen and units that were not could not be compared. On one batch, g and Δw share their noise, which makes noisy
+    units look good; with `cross` they come from two halves: −½(g₁·Δw(g₂) + g₂·Δw(g₁)).
+
+    ElasticTrainer, arXiv 2312.14227.
+    """
+
+    def worth(seen: Seen) -> torch.Tensor:
+        return -_grad(seen) * _update(seen)
+
+    return Signal("update_gain", worth, cross=cross, batches=batches, smooth=smooth, hold=hold)
+
+
+def fisher() -> Signal:
+    """Fisher potential of each output channel: Δ_o = 1/(2N) Σ_n (Σ_d a·g)², a: a module's output, g: its gradient.
+
+    It stands with the module's first parameter, so a layer's is the sum over its modules. A parameter that is used outside its
+    module's forward gets the same from w·g over the whole batch. TinyTrain, arXiv 2307.09988.
+    """
+    return Signal("fisher", lambda seen: _nothing(seen) if seen.potential is None else seen.potential, needs="activation")
+
+
+def grad_norm() -> Signal:
+    """Σ g²: the squared gradient norm (squared, so that a layer's is the sum of its tensors')."""
+    return Signal("grad_norm", lambda seen: _grad(seen).square())
+
+
+def weight_norm() -> Signal:
+    """Σ w²: the squared norm of the weights. Looks at no data."""
+    return Signal("weight_norm", lambda seen: seen.weight.float().square(), needs="nothing")
+
+
+def nearness() -> Signal:
+    """1 / (1 + depth): the nearer to the loss, the more. Looks at no data."""
+    return Signal("nearness", lambda seen: torch.tensor([1.0 / (1 + seen.depth)]), needs="nothing")
+
+
+def random() -> Signal:
+    """A random number per parameter, new each round: the control that a signal must beat."""
+    return Signal("random", lambda seen: torch.tensor([seen.chance]), needs="nothing")
+
+
+def _grad(seen: Seen) -> torch.Tensor:
+    return _nothing(seen) if seen.grad is None else seen.grad.float()
+
+
+def _update(seen: Seen) -> torch.Tensor:
+    return _nothing(seen) if seen.update is None else seen.update().float()
+
+
+def _nothing(seen: Seen) -> torch.Tensor:
+    return seen.weight.new_zeros(1, dtype=torch.float32)
+
+
+# ---------------------------------------------------------------- the probe
+
+
+def probe(
+    signal: Signal,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    units: Sequence[Unit],
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+    round: int = 0,
+) -> dict[Unit, float]:
+    """The value of every unit on one batch. Leaves no trace.
+
+    Gradients stream: each is scored and freed as it appears. `scale` multiplies the loss and is taken out of the gradients
+    again (a GradScaler's). A unit whose gradient is not finite gets NaN; a loss that is not finite is a `ProbeError`.
+    """
+    params = dict(model.named_parameters())
+    names = list(dict.fromkeys(param for unit in units for param in unit.params))
+    chances = np.random.default_rng([seed, round]).random(len(names))
+    blank = {name: Seen(name, params[name].detach(), i, float(chances[i])) for i, name in enumerate(names)}
+    tally = _Tally(signal, units)
+
+    if signal.needs == "nothing":
+        for seen in blank.values():
+            tally.add(seen)
+        return tally.values()
+
+    with sandbox(model, train=names):
+        if signal.needs == "activation":
+            _probe_activations(model, loss, batch, scale, blank, tally)
+            return tally.values()
+        pair = batches.halves(batch) if signal.cross else None
+        if pair is None:
+            update = _updater(optimizer, params)
+            _stream(
+                model,
+                loss,
+                batch,
+                scale,
+                {name: params[name] for name in names},
+                lambda name, grad: tally.add(replace(blank[name], grad=grad, update=lambda: update(name, grad))),
+            )
+            return tally.values()
+        update = _updater(optimizer, params)
+        for window in _windows(names, params, signal.hold):
+            chosen = {name: params[name] for name in window}
+            for name in names:
+                params[name].requires_grad_(name in chosen)
+            first: dict[str, torch.Tensor] = {}
+            _stream(model, loss, pair[0], scale, chosen, first.__setitem__)
+
+            def both(name: str, grad: torch.Tensor, first: dict[str, torch.Tensor] = first) -> None:
+                other = first.pop(name, None)
+                if other is None:  # this half of the batch did not reach it
+                    return
+                seen = blank[name]
+                tally.add(replace(seen, grad=other, update=lambda: update(name, grad)), 0.5)
+                tally.add(replace(seen, grad=grad, update=lambda: update(name, other)), 0.5)
+
+            _stream(model, loss, pair[1], scale, chosen, both)
+    return tally.values()
+
+
+def watch(
+    signal: Signal, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], units: Sequence[Unit]
+) -> dict[str, float]:
+    """The values of units from the gradients that stand on their parameters now; nothing runs.
+
+    A signal that does not live on gradients is watched through their squared norm. Empty where there is no gradient.
+    """
+    tally = _Tally(signal if signal.needs == "gradient" else grad_norm(), units)
+    update = _updater(optimizer, params)
+    for name in dict.fromkeys(param for unit in units for param in unit.params):
+        grad = params[name].grad
+        if grad is not None:
+            tally.add(Seen(name, params[name].detach(), grad=grad, update=lambda n=name, g=grad: update(n, g)))  # type: ignore[misc]
+    return {unit.name: value for unit, value in tally.values().items()} if tally.seen else {}
+
+
+class _Tally:
+    """Adds up worths by unit, on the device, until they are asked for."""
+
+    def __init__(self, signal: Signal, units: Sequence[Unit]) -> None:
+        self._signal = signal
+        self._units = units
+        self._parts: dict[str, list[tuple[int, Part]]] = {}
+        for i, unit in enumerate(units):
+            for part in unit.parts:
+                self._parts.setdefault(part.param, []).append((i, part))
+        self._found: list[tuple[int, torch.Tensor]] = []
+
+    def add(self, seen: Seen, weight: float = 1.0) -> None:
+        with torch.no_grad():
+            worth = self._signal.worth(seen)
+            for i, part in self._parts.get(seen.name, ()):
+                self._found.append((i, _of_part(worth, part).double() * weight))
+
+    @property
+    def seen(self) -> bool:
+        return bool(self._found)
+
+    def values(self) -> dict[Unit, float]:
+        totals = [0.0] * len(self._units)
+        if self._found:
+            device = self._found[0][1].device
+            amounts = torch.stack([amount.to(device) for _, amount in self._found]).tolist()
+            for (i, _), amount in zip(self._found, amounts, strict=True):
+                totals[i] += amount
+        return dict(zip(self._units, (t if math.isfinite(t) else math.nan for t in totals), strict=True))
+
+
+def _of_part(worth: torch.Tensor, part: Part) -> torch.Tensor:
+    if part.dim is None or part.index is None:
+        return worth.sum()
+    others = [d for d in range(worth.dim()) if d != part.dim]
+    along = worth.sum(dim=others) if others else worth
+    return along[list(part.index)].sum()
+
+
+def _stream(
+    model: nn.Module,
+    loss: Loss,
+    batch: Any,
+    scale: float,
+    params: Mapping[str, nn.Parameter],
+    on_grad: Callable[[str, torch.Tensor], None],
+) -> None:
+    """One forward and backward pass; every gradient is handed over as it appears, then let go."""
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        def take(param: torch.Tensor) -> None:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                on_grad(name, (grad.to_dense() if grad.is_sparse else grad) / scale if scale != 1.0 else grad)
+
+        return take
+
+    handles = [param.register_post_accumulate_grad_hook(hook(name)) for name, param in params.items()]
+    try:
+        _backward(_finite_loss(model, loss, batch), scale)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
+    value = loss(model, batch)
+    if not bool(torch.isfinite(value.detach()).all()):
+        raise ProbeError(
+            f"the loss of the probe batch is {value.item()}: nothing can be learned from it. Check this batch and the weights; "
+            f"a lower learning rate or clip=… keeps training from diverging."
+        )
+    return value
+
+
+def _backward(value: torch.Tensor, scale: float) -> None:
+    if value.requires_grad:
+        (value * scale if scale != 1.0 else value).backward()  # type: ignore[no-untyped-call]
+
+
+def _updater(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """(name, gradient) → the Δw of the user's optimizer with a fresh state.
+
+    One path for every optimizer: its own `step` on a copy of the parameter. 0.1 ms per tensor, and right by construction.
+    """
+    grouped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+    def update(name: str, grad: torch.Tensor) -> torch.Tensor:
+        param = params[name]
+        if id(param) not in grouped:  # the optimizer would not move it
+            return torch.zeros_like(grad)
+        like, (copy,) = scratch(optimizer, [param])
+        copy.grad = grad.to(copy.dtype)
+        scratch_step(like)
+        return copy.detach() - param.detach()
+
+    return update
+
+
+def _windows(names: Sequence[str], params: Mapping[str, nn.Parameter], hold: int | None) -> list[list[str]]:
+    """Consecutive names whose gradients together need at most `hold` bytes (a larger single one stands alone)."""
+    if hold is None:
+        return [list(names)]
+    out: list[list[str]] = [[]]
+    held = 0
+    for name in names:
+        size = params[name].numel() * params[name].element_size()
+        if out[-1] and held + size > hold:
+            out.append([])
+            held = 0
+        out[-1].append(name)
+        held += size
+    return out
+
+
+def _probe_activations(
+    model: nn.Module, loss: Loss, batch: Any, scale: float, blank: Mapping[str, Seen], tally: _Tally
+) -> None:
+    """One pass that squares Σ a·g per sample and channel at the output of every module with parameters of its own."""
+    params = {name: param for name, param in model.named_parameters() if name in blank}
+    name_of = {param: name for name, param in params.items()}
+    own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in model.modules()}
+    own = {module: names for module, names in own.items() if names}
+    sums: dict[nn.Module, torch.Tensor] = {}  # (samples, channels), over all uses of the module
+    through_modules: set[str] = set()
+    samples = batches.size(batch) or 1
+
+    def on_output(module: nn.Module, _: Any, output: Any) -> None:
+        out = next(batches.tensors(output), None)
+        if out is None or not out.requires_grad or out.dim() < 2:
+            return
+        through_modules.update(own[module])
+        activation = out.detach().clone()  # a copy: what follows may work in place
+
+        def on_out_grad(grad: torch.Tensor) -> None:
+            product = (activation * grad / scale).float().movedim(_channel_dim(module, activation), 1)
+            per_channel = product.reshape(product.shape[0], product.shape[1], -1).sum(dim=2)
+            sums[module] = sums[module] + per_channel if module in sums else per_channel
+
+        out.register_hook(on_out_grad)
+
+    def on_grad(name: str, grad: torch.Tensor) -> None:
+        if name not in through_modules:
+            along = (blank[name].weight * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1).sum(dim=1)
+            tally.add(replace(blank[name], potential=along.square() / (2 * samples**2)))
+
+    handles = [module.register_forward_hook(on_output) for module in own]
+    try:
+        _stream(model, loss, batch, scale, params, on_grad)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for module, total in sums.items():
+        tally.add(replace(blank[own[module][0]], potential=total.square().sum(dim=0) / (2 * total.shape[0])))
+
+
+def _channel_dim(module: nn.Module, out: torch.Tensor) -> int:
+    """Where a module's output has its channels: second for convolutions and batch norms, last for most others."""
+    by_channel = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+    return 1 if isinstance(module, by_channel) else out.dim() - 1

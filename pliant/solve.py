@@ -1,0 +1,335 @@
+"""Values + prices + limits → what to choose.
+
+A solver is a function `Problem → mask over the units`. Prices are not additive: a charge is due once, as soon as any of the
+units that need it is chosen (`types.Charge`). Pure numpy and scipy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pliant.types import match
+
+Mask = NDArray[np.bool_]
+Array = NDArray[np.float64]
+SLACK = 1e-9  # relative; what rounding in a sum of floats may add
+_ERROR_BITS = 12  # how finely a state of the knapsack table remembers what rounding did to its price
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Choose units of the most value so that every limit holds.
+
+    Units stand nearest the loss first. Charge j costs `price[:, j]` (one row per limited resource) and is due when a unit of
+    `needed[j]` is chosen; `limits` are what is left beside the forward pass. `round` and `seed` make random choices repeatable.
+    """
+
+    names: tuple[str, ...]
+    values: Array  # (units,)
+    needed: Mask  # (charges, units)
+    price: Array  # (resources, charges)
+    limits: Array  # (resources,)
+    always: Mask  # (units,)
+    round: int = 0
+    seed: int = 0
+
+    def cost(self, chosen: Mask) -> Array:
+        """What this choice costs, per resource."""
+        due = self.needed[:, chosen].any(axis=1)
+        return self.price[:, due].sum(axis=1)
+
+    def fits(self, chosen: Mask) -> bool:
+        return bool(np.all(self.cost(chosen) <= self.limits * (1 + SLACK)))
+
+    def value(self, chosen: Mask) -> float:
+        return float(self.values[chosen].sum())
+
+    @property
+    def free(self) -> NDArray[np.intp]:
+        """Units that are worth choosing and not chosen anyway."""
+        return np.flatnonzero((self.values > 0) & ~self.always)
+
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng([self.seed, self.round])
+
+
+Solver = Callable[[Problem], Mask]
+
+
+def knapsack(bins: int = 10_000) -> Solver:
+    """The best choice under one limit, in one pass from the loss outwards.
+
+    A plain 0/1 knapsack table over the prices that a unit pays alone; when unit d is the one furthest from the loss, it is read
+    at `limit − (everything between the loss and d) − price(d)`, and the best read wins. O(units · bins).
+
+    Up to log2(bins) units are enumerated, so the answer is exact on any graph. Beyond that the table has `bins` columns: the
+    limit always holds, and the answer is the best one up to the width of a column. On a graph with branches the table works
+    with prices that err on the safe side (see `_chain`); `milp` is exact there too.
+    """
+
+    def solve(problem: Problem) -> Mask:
+        if len(problem.limits) > 1:
+            raise ValueError("knapsack() keeps one budget at a time; use milp() for several.")
+        if (easy := _everything_fits(problem)) is not None:
+            return easy
+        free = problem.free
+        if 2 ** len(free) <= bins:
+            return _enumerate(problem, free)
+        taken = problem.always.copy()
+        own, between = _chain(problem, free)
+        limit = (problem.limits[0] - problem.cost(problem.always)[0]) * (1 + SLACK)
+        taken[free[_table(problem.values[free], own, between, limit, bins)]] = True
+        return taken
+
+    return solve
+
+
+def _everything_fits(problem: Problem) -> Mask | None:
+    """All of positive value, where that keeps the limits (always, where nothing is limited)."""
+    everything = problem.always.copy()
+    everything[problem.free] = True
+    return everything if problem.fits(everything) else None
+
+
+def _enumerate(problem: Problem, free: NDArray[np.intp]) -> Mask:
+    """Every subset of a few units, with its true price."""
+    subsets = (np.arange(2 ** len(free))[:, None] >> np.arange(len(free))) & 1 == 1
+    masks = np.repeat(problem.always[None], len(subsets), axis=0)
+    masks[:, free] = subsets
+    due = (masks.astype(np.float32) @ problem.needed.T.astype(np.float32)) > 0
+    fits = np.all(due @ problem.price.T <= problem.limits * (1 + SLACK), axis=1)
+    values = np.where(fits, subsets @ problem.values[free], -np.inf)
+    return masks[int(np.argmax(values))]
+
+
+def _chain(problem: Problem, free: NDArray[np.intp]) -> tuple[Array, Array]:
+    """The problem as a chain: what each free unit pays alone, and what lies between the loss and each.
+
+    A charge that most units behind some depth need is part of the way there: everybody who goes that deep pays it. A charge
+    that a few units share is paid by each of them. On a chain both are exact; on branches both may ask for more than the
+    true price, never for less.
+    """
+    rows = problem.needed & ~problem.needed[:, problem.always].any(axis=1, keepdims=True)
+    rows, price = rows[:, free], problem.price[0]
+    count = rows.sum(axis=1)
+    first = np.where(count > 0, rows.argmax(axis=1), 0)
+    common = (count > 1) & (count > (len(free) - first) / 2)
+    own = np.zeros(len(free))
+    own += price[~common] @ rows[~common]
+    between = np.zeros(len(free))
+    np.add.at(between, first[common], price[common])
+    return own, np.cumsum(between)
+
+
+def _table(values: Array, own: Array, between: Array, limit: float, bins: int) -> NDArray[np.intp]:
+    """Positions of the best choice on a chain.
+
+    Prices are rounded to the nearest of `bins` parts of their sum to find a state's column, and each state carries what
+    rounding took or gave: rounding may merge two states, but what is read keeps the limit. Columns do not hang on the
+    limit, so a larger limit reads the same table further right and its value never falls. A state is one integer, value ·
+    2^bits − error, so that one maximum keeps both.
+    """
+    quantum = max(own.sum() / bins, 1e-300)
+    price = np.rint(own / quantum).astype(int)
+    bits = _ERROR_BITS + len(own).bit_length()
+    error = np.ceil((own / quantum - price) * 2**_ERROR_BITS).astype(np.int64)
+    worth = np.rint(values / values.sum() * 2.0 ** (61 - bits)).astype(np.int64)
+    gain = (worth << bits) - error
+    room = (limit - between - own) / quantum  # in columns, when d is the deepest
+    width = int(np.clip(limit / quantum + len(own) // 2, 0, price.sum())) + 1
+    filled = np.minimum(np.cumsum(price), width - 1) + 1  # columns beyond hold the same state as the last one
+    table = np.zeros(width, np.int64)
+    took = np.zeros((len(own), width), bool)
+    winner, deepest, column, end = 0, -1, 0, 1
+    for d, p in enumerate(price):
+        read = min(int(room[d]), end - 1) if room[d] >= 0 else -1
+        while read >= 0:  # down to the first state whose true price fits: a few columns
+            state = int(table[read])
+            value = (state + (1 << (bits - 1))) >> bits
+            if read + ((value << bits) - state) / 2**_ERROR_BITS <= room[d]:
+                if value + int(worth[d]) > winner:
+                    winner, deepest, column = value + int(worth[d]), d, read
+                break
+            read -= 1
+        if p < width:
+            table[end : filled[d]] = table[end - 1]
+            end = filled[d]
+            other = table[: end - p] + gain[d]
+            np.greater(other, table[p:end], out=took[d, p:end])
+            np.maximum(other, table[p:end], out=table[p:end])
+    chosen = [deepest] if deepest >= 0 else []
+    for d in range(deepest - 1, -1, -1):
+        column = min(column, filled[d] - 1)
+        if took[d, column]:
+            chosen.append(d)
+            column -= price[d]
+    return np.array(chosen, dtype=np.intp)
+
+
+def milp(gap: float = 0.0, nodes: int = 20_000) -> Solver:
+    """The best choice under any number of limits on the true graph: a mixed-integer program (HiGHS).
+
+    x_u ∈ {0, 1} for units, y_j ≥ x_u for charges. It stops at the relative `gap` or after `nodes` branches, never by the clock,
+    so that the same problem has the same answer everywhere; the better of its answer and the one-pass one is returned.
+    """
+
+    def solve(problem: Problem) -> Mask:
+        if (easy := _everything_fits(problem)) is not None:
+            return easy
+        one_pass = knapsack() if len(problem.limits) == 1 else greedy()
+        best = one_pass(problem)
+        for tighter in (0.0, 1e-5):  # HiGHS accepts a limit missed by 1e-6; we do not
+            found = _branch_and_bound(problem, gap, nodes, tighter)
+            if found is not None and problem.fits(found):
+                return found if problem.value(found) > problem.value(best) else best
+        return best
+
+    return solve
+
+
+def _branch_and_bound(problem: Problem, gap: float, nodes: int, tighter: float) -> Mask | None:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    free = problem.free
+    unpaid = ~problem.needed[:, problem.always].any(axis=1)
+    rows, price = problem.needed[unpaid][:, free], problem.price[:, unpaid]
+    count = rows.sum(axis=1)
+    single, shared = count == 1, count > 1
+    n, m = len(free), int(shared.sum())
+    left = problem.limits - problem.cost(problem.always)
+    limited = np.isfinite(left)
+    left, price = left[limited], price[limited]
+    own = price[:, single] @ rows[single]
+    scale = np.where(left > 0, left, 1.0)[:, None]
+    weights = np.concatenate([own, price[:, shared]], axis=1) / scale
+    over, under = _precedence(rows[shared])
+    links = coo_array(
+        (
+            np.concatenate([np.ones(len(over)), -np.ones(len(over))]),
+            (np.tile(np.arange(len(over)), 2), np.concatenate([over + n, under])),
+        ),
+        shape=(len(over), n + m),
+    )
+    constraints = [LinearConstraint(weights, -np.inf, (left / scale[:, 0]) - tighter)]
+    if len(over):
+        constraints.append(LinearConstraint(links.tocsr(), 0, np.inf))
+    top = float(np.abs(problem.values[free]).max())
+    result = milp(
+        np.concatenate([-problem.values[free] / top, np.zeros(m)]),
+        integrality=np.concatenate([np.ones(n), np.zeros(m)]),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": gap, "node_limit": nodes},
+    )
+    if result.x is None:
+        return None
+    chosen = problem.always.copy()
+    chosen[free[result.x[:n] > 0.5]] = True
+    return chosen
+
+
+def _precedence(rows: Mask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Pairs (charge, what it follows) that say y ≥ x for every member, in few links: through smaller charges where they nest.
+
+    What is followed is a unit (its position) or a charge (units + its position).
+    """
+    n = rows.shape[1]
+    order = np.argsort(rows.sum(axis=1), kind="stable")
+    over: list[int] = []
+    under: list[int] = []
+    for k, j in enumerate(order.tolist()):
+        open_ = rows[j].copy()
+        smaller = order[:k]
+        inside = smaller[~(rows[smaller] & ~rows[j]).any(axis=1)]
+        for i in inside[::-1].tolist():
+            if not open_.any():
+                break
+            if (rows[i] & open_).sum() > 1:
+                over.append(j)
+                under.append(n + i)
+                open_ &= ~rows[i]
+        for u in np.flatnonzero(open_).tolist():
+            over.append(j)
+            under.append(u)
+    return np.array(over, dtype=np.intp), np.array(under, dtype=np.intp)
+
+
+def greedy(by: str = "value", stop: bool = False) -> Solver:
+    """Take units one by one as long as they fit; `stop` at the first that does not.
+
+    `by` says in which order: falling "value", falling "ratio" of value to price, or "order", from the loss outwards.
+    """
+    if by not in ("value", "ratio", "order"):
+        raise ValueError(f"greedy(by={by!r}): choose 'value', 'ratio' or 'order'.")
+
+    def solve(problem: Problem) -> Mask:
+        if by == "order":
+            return _fill(problem, [int(i) for i in np.flatnonzero(~problem.always)], stop)
+        keys = problem.values
+        if by == "ratio":
+            limited = np.isfinite(problem.limits) & (problem.limits > 0)
+            alone = np.array([problem.cost(_only(problem, i)) for i in range(len(keys))])[:, limited]
+            keys = keys / np.maximum((alone / problem.limits[limited]).sum(axis=1), 1e-12)
+        return _fill(problem, sorted((int(i) for i in problem.free), key=lambda i: -keys[i]), stop)
+
+    return solve
+
+
+def _only(problem: Problem, unit: int) -> Mask:
+    mask = np.zeros(len(problem.names), bool)
+    mask[unit] = True
+    return mask
+
+
+def _fill(problem: Problem, order: list[int], stop: bool, most: int | None = None) -> Mask:
+    chosen, taken = problem.always.copy(), 0
+    for unit in order:
+        if most is not None and taken >= most:
+            break
+        chosen[unit] = True
+        if problem.fits(chosen):
+            taken += 1
+            continue
+        chosen[unit] = False
+        if stop:
+            break
+    return chosen
+
+
+def fixed(*globs: str) -> Solver:
+    """Always the units whose names match; budgets are not looked at here (a choice over its budget is still refused)."""
+
+    def solve(problem: Problem) -> Mask:
+        chosen = problem.always.copy()
+        chosen[list(match(problem.names, globs))] = True
+        return chosen
+
+    return solve
+
+
+def sample(k: int | None = None) -> Solver:
+    """Units in random order, each if it still fits; at most `k`. Another draw each round, the same for the same seed."""
+
+    def solve(problem: Problem) -> Mask:
+        order = [int(i) for i in problem.rng().permutation(len(problem.names)) if not problem.always[i]]
+        return _fill(problem, order, stop=False, most=k)
+
+    return solve
+
+
+def cycle(k: int = 1) -> Solver:
+    """The next `k` units each round, from the one nearest the loss outwards and around again."""
+
+    def solve(problem: Problem) -> Mask:
+        others = np.flatnonzero(~problem.always)
+        if not len(others):
+            return problem.always.copy()
+        start = problem.round * k
+        return _fill(problem, [int(others[(start + i) % len(others)]) for i in range(min(k, len(others)))], stop=False)
+
+    return solve

@@ -1,0 +1,64 @@
+"""What changed since the start, and the way back. Parameters are copied when they are first chosen, not before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Undo:
+    """The start of a run, as far as it was left."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._params: dict[str, torch.Tensor] = {}
+        self._state: dict[str, Any] = {}
+        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    def keep(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Copy parameters that are about to train for the first time, with what the optimizer knows of them."""
+        for name, param in params.items():
+            if name not in self._params:
+                self._params[name] = param.detach().clone()
+                self._state[name] = copy.deepcopy(self._optimizer.state.get(param))
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """Parameters and saved buffers that differ from the start, with their values of now."""
+        saved = self._model.state_dict(keep_vars=True)
+        now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        then = {**self._params, **{name: b for name, b in self._buffers.items() if name in saved}}
+        return {name: now[name].detach() for name, was in then.items() if not _same(now[name], was)}
+
+    def rollback_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put everything back as it was."""
+        params, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
+        with torch.no_grad():
+            for name, was in self._params.items():
+                params[name].copy_(was)
+            for name, was in self._buffers.items():
+                buffers[name].copy_(was)
+        for name in self._params:
+            optimizer.state.pop(params[name], None)
+            if self._state.get(name):
+                optimizer.state[params[name]] = copy.deepcopy(self._state[name])
+
+    def state(self) -> dict[str, Any]:
+        return {"params": dict(self._params), "buffers": dict(self._buffers), "state": dict(self._state)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over the start of the run that is resumed."""
+        params, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
+        self._params = {name: t.to(params[name].device, copy=True) for name, t in state["params"].items()}
+        self._buffers = {name: t.to(buffers[name].device, copy=True) for name, t in state["buffers"].items()}
+        self._state = dict(state["state"])
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.detach(), b) or bool(
+        torch.equal(a.detach().isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    )

@@ -1,0 +1,141 @@
+"""Graph → units: what can be chosen. Each factory returns a function of a graph; units come nearest the loss first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from pliant.graph import Graph, owner
+from pliant.types import Part, Unit, match
+
+Units = Callable[[Graph], tuple[Unit, ...]]
+Globs = str | Iterable[str]
+
+
+def tensors(include: Globs = "*", exclude: Globs = ()) -> Units:
+    """Every parameter by itself; globs over parameter names say which."""
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        return tuple(Unit(param, (Part(param),)) for param in _params(graph, include, exclude))
+
+    return of
+
+
+def layers(include: Globs = "*", exclude: Globs = ()) -> Units:
+    """All parameters of one module, together with the norm that follows it: what the literature calls a layer.
+
+    The norm's gradients read the same data as the weight's, so alone they cost almost as much as together. A norm that
+    follows no layer directly (before a transformer's block, say) is a layer of its own.
+    """
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        leads = _norm_leads(graph)
+        return _grouped(_params(graph, include, exclude), lambda param: leads.get(owner(param), owner(param)) or param)
+
+    return of
+
+
+def blocks(*named: str, include: Globs = "*", exclude: Globs = ()) -> Units:
+    """The repeated blocks of a model (found by class), or the modules that match `named`; what lies outside goes by layer.
+
+    A repeated block is the outermost kind of module with modules of its own that occurs at least twice.
+    """
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        if named:
+            modules = [name for name in graph.modules if name]
+            roots = {modules[i] for i in match(modules, named, "module")}
+        else:
+            roots = _repeated(graph)
+        leads = _norm_leads(graph)
+
+        def group(param: str) -> str:
+            inside = [name for name in _ancestors(owner(param)) if name in roots]
+            return inside[-1] if inside else leads.get(owner(param), owner(param)) or param
+
+        return _grouped(_params(graph, include, exclude), group)
+
+    return of
+
+
+def norms() -> Units:
+    """Scale and shift of every norm, each tensor by itself; the head's stand beside them."""
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        mine = {
+            param
+            for node in graph.nodes
+            for param in node.params
+            if _is_norm(node.op, graph.modules.get(owner(param), "")) and not node.carrier
+        }
+        return tuple(unit for unit in tensors()(graph) if unit.name in mine or unit.name in graph.head)
+
+    return of
+
+
+def _params(graph: Graph, include: Globs, exclude: Globs) -> list[str]:
+    """The parameters that the globs leave, nearest the loss first; what the loss does not reach comes last."""
+    order = graph.order()
+    names = sorted(graph.params, key=lambda name: order.get(name, len(graph.nodes)))
+    kept = match(names, [include] if isinstance(include, str) else include, "parameter")
+    dropped = set(match(names, [exclude] if isinstance(exclude, str) else exclude, "parameter"))
+    out = [names[i] for i in kept if i not in dropped]
+    if not out:
+        raise ValueError(f"nothing is left to choose from: include={include!r} and exclude={exclude!r} leave no parameter.")
+    return out
+
+
+def _grouped(params: Iterable[str], group: Callable[[str], str]) -> tuple[Unit, ...]:
+    """Units by the name of their group, each at the place of its parameter that is furthest from the loss."""
+    found: dict[str, list[str]] = {}
+    for param in params:
+        name = group(param)
+        found[name] = [*found.pop(name, []), param]
+    return tuple(Unit(name, tuple(Part(param) for param in members)) for name, members in found.items())
+
+
+def _norm_leads(graph: Graph) -> dict[str, str]:
+    """For each norm that directly follows a layer, that layer's module."""
+    leads = {}
+    for node in graph.nodes:
+        if not node.params or node.carrier or not _is_norm(node.op, graph.modules.get(node.module, "")):
+            continue
+        at = node.data
+        while len(at) == 1 and graph.nodes[at[0]].op in ("View", "Transpose", "Permute", "UnsafeView", "Clone", "ToCopy"):
+            at = graph.nodes[at[0]].data
+        if len(at) == 1:
+            before = graph.nodes[at[0]]
+            if before.params and before.macs:
+                leads[owner(node.params[0])] = owner(before.params[0])
+    return leads
+
+
+def _is_norm(op: str, kind: str) -> bool:
+    return "Norm" in op or "Norm" in kind
+
+
+def _ancestors(module: str) -> list[str]:
+    """A module and everything it lies in, innermost first."""
+    out = []
+    while module:
+        out.append(module)
+        module = module.rpartition(".")[0]
+    return out
+
+
+def _repeated(graph: Graph) -> set[str]:
+    """The outermost modules that are built of modules, hold parameters and are not the only ones of their class."""
+    holders = Counter(name for param in graph.params for name in set(_ancestors(owner(param))))
+    parents = {owner(name) for name in graph.modules if name}
+    plain = ("Sequential", "ModuleList", "ModuleDict")
+    for containers_too in (False, True):
+        built = [
+            name
+            for name, kind in graph.modules.items()
+            if name and name in parents and holders[name] and (containers_too or kind not in plain)
+        ]
+        kinds = Counter(graph.modules[name] for name in built)
+        repeated = {name for name in built if kinds[graph.modules[name]] > 1}
+        if repeated:
+            return {name for name in repeated if not any(outer in repeated for outer in _ancestors(name)[1:])}
+    return set()

@@ -1,0 +1,361 @@
+"""One table: every recipe × every zoo model × the laws. A new recipe is one more row."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import differences, freeze_by_hand, on_steady_device, plain_step, snapshot
+from zoo import ZOO, Case, adamw, sgd
+
+from pliant import Budget, Part, Policy, Progress, Session, Unit, plan, recipes, schedule, score, units
+from pliant.apply import apply_, found, restore_, sandbox
+from pliant.graph import Graph, read, trainable
+from pliant.measure import timed
+
+SHARE = {"tied": 0.9, "two_inputs": 0.8}  # where 0.7 of a full step lies below the floor
+OFTEN = schedule.every(steps=2)
+
+# Each recipe as a function of the share of a full step that it may spend.
+RECIPES: dict[str, Callable[[float], Policy]] = {
+    "pliant": lambda s: recipes.pliant(time=s, memory=0.95, when=schedule.on_drift(0.05, at_least=2, at_most=4)),
+    "elastic_trainer": lambda s: recipes.elastic_trainer(time=s, when=OFTEN),
+    "elastic_layers": lambda s: recipes.elastic_layers(time=s, when=OFTEN),
+    "green_trainer": lambda s: recipes.green_trainer(macs=s, when=OFTEN),
+    "random": lambda s: recipes.random(time=s, when=OFTEN),
+    "last": lambda s: recipes.last(time=s),
+    "full": lambda s: recipes.full(),
+    "head": lambda s: recipes.head(),
+    "bias": lambda s: recipes.bias(),
+    "norm": lambda s: recipes.norm(),
+    "only": lambda s: recipes.only("*w*"),
+}
+EXACT = ("pliant", "elastic_trainer", "elastic_layers", "green_trainer")  # solvers that promise the best choice
+NOT_THERE = {("bias", "functional")}  # no parameter of this model is called bias
+ROWS = [(recipe, model) for recipe in RECIPES for model in ZOO if (recipe, model) not in NOT_THERE]
+table = pytest.mark.parametrize(("recipe", "model_name"), ROWS, ids=[f"{r}-{m}" for r, m in ROWS])
+both_optimizers = pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+
+
+def policy_for(recipe: str, case: Case) -> Policy:
+    return on_steady_device(RECIPES[recipe](SHARE.get(case.name, 0.7)))
+
+
+def batch_no(case: Case, k: int) -> Any:
+    torch.manual_seed(100 + k)
+    return case.batch()
+
+
+def graph_of(model: torch.nn.Module, loss: Any, batch: Any) -> Graph:
+    with sandbox(model):
+        return read(model, loss, batch)
+
+
+def scored(policy: Policy, case: Case) -> tuple[Any, dict[Unit, float]]:
+    """The profile of a fresh model and the value of each of its units."""
+    model, loss, batch = case.make()
+    optimizer = adamw(model)
+    profile = policy.cost(model, optimizer, loss, batch)
+    candidates = policy.units(graph_of(model, loss, batch))
+    return profile, score.probe(policy.signal, model, optimizer, loss, batch, candidates, seed=policy.seed)
+
+
+def test_every_recipe_has_a_row() -> None:
+    public = {n for n, f in inspect.getmembers(recipes, inspect.isfunction) if f.__module__ == recipes.__name__ and n[0] != "_"}
+    assert public - {"only"} <= set(RECIPES), f"add a row for: {', '.join(sorted(public - set(RECIPES)))}"
+
+
+def test_a_model_without_biases_says_so() -> None:
+    case = ZOO["functional"]
+    model, loss, batch = case.make()
+    before = snapshot(model)
+    with Session(model, sgd(model), loss, policy_for("bias", case)) as session, pytest.raises(ValueError, match=r"'\*bias'"):
+        session.step(batch)
+    assert differences(before, snapshot(model)) == []
+
+
+# ---------------------------------------------------------------- 1: the solver
+
+
+@table
+def test_law_1_never_over_a_limit(recipe: str, model_name: str) -> None:
+    policy = policy_for(recipe, ZOO[model_name])
+    profile, values = scored(policy, ZOO[model_name])
+    for round_ in range(3):
+        chosen = plan(policy, profile, values, Progress(round=round_))
+        cost = profile.cost(chosen.units)
+        assert cost == chosen.cost
+        limits = policy.budget.limits(profile.full)
+        assert all(getattr(cost, name) <= amount * (1 + 1e-8) for name, amount in limits.items())
+        assert set(profile.head) <= chosen.params or recipe == "only"
+
+
+@pytest.mark.parametrize("model_name", [name for name in ZOO if name != "transformer"])
+@pytest.mark.parametrize("recipe", EXACT)
+def test_law_1_equals_brute_force(recipe: str, model_name: str) -> None:
+    policy = policy_for(recipe, ZOO[model_name])
+    profile, values = scored(policy, ZOO[model_name])
+    limits = policy.budget.limits(profile.full)
+    head = [unit for unit in values if not set(profile.head).isdisjoint(unit.params)]
+    others = [unit for unit in values if unit not in head and values[unit] > 0]
+    best = sum(values[unit] for unit in head)
+    for size in range(1, len(others) + 1):
+        for extra in combinations(others, size):
+            worth = sum(values[unit] for unit in (*head, *extra))
+            if worth > best:
+                cost = profile.cost((*head, *extra))
+                if all(getattr(cost, name) <= amount for name, amount in limits.items()):
+                    best = worth
+    assert plan(policy, profile, values).value == pytest.approx(best, rel=2e-4)
+
+
+@pytest.mark.parametrize("model_name", ZOO)
+@pytest.mark.parametrize("recipe", EXACT)
+def test_law_1_value_grows_with_the_limit_until_everything_is_chosen(recipe: str, model_name: str) -> None:
+    policy = policy_for(recipe, ZOO[model_name])
+    profile, values = scored(policy, ZOO[model_name])
+    kind = "macs" if policy.budget.macs else "time"
+    reached = [
+        plan(replace(policy, budget=Budget(**{kind: share})), profile, values)
+        for share in (SHARE.get(model_name, 0.6), 0.92, 0.95, 0.98, 1.0)
+    ]
+    worths = [selection.value for selection in reached]
+    assert all(b >= a - 1e-4 * abs(a) for a, b in pairwise(worths))
+    assert {unit for unit, value in values.items() if value > 0} <= set(reached[-1].units)
+
+
+# ---------------------------------------------------------------- 2: a step moves what was chosen, as a plain step would
+
+
+@both_optimizers
+@table
+def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(
+    recipe: str, model_name: str, make_optimizer: Callable[..., Any]
+) -> None:
+    case = ZOO[model_name]
+    model, loss, batch = case.make()
+    optimizer = make_optimizer(model)
+    twin = copy.deepcopy(model)
+    twin_optimizer = make_optimizer(twin)
+    may_train = set(trainable(model))
+    with Session(model, optimizer, loss, policy_for(recipe, case)) as session:
+        for k in range(3):
+            batch = batch_no(case, k)
+            before = snapshot(model, optimizer)
+            torch.manual_seed(k)
+            value = session.step(batch)
+            chosen = session.selection.params
+
+            freeze_by_hand(twin, chosen, may_train)
+            torch.manual_seed(k)
+            expected = plain_step(twin, twin_optimizer, loss, batch)
+            assert torch.equal(value, expected)
+            assert differences(snapshot(twin, twin_optimizer), snapshot(model, optimizer)) == []
+
+            after = snapshot(model, optimizer)
+            for name in set(before["weights"]) - chosen:
+                assert torch.equal(before["weights"][name], after["weights"][name])
+                assert after["grads"][name] is None
+                assert differences(before["optimizer"].get(name), after["optimizer"].get(name)) == []
+
+
+# ---------------------------------------------------------------- 3: full is plain training
+
+
+@both_optimizers
+@pytest.mark.parametrize("model_name", ZOO)
+def test_law_3_full_is_plain_pytorch_bit_for_bit(model_name: str, make_optimizer: Callable[..., Any]) -> None:
+    case = ZOO[model_name]
+    stream = [batch_no(case, k) for k in range(4)]
+    ends, losses = [], []
+    for own in (False, True):
+        model, loss, _ = case.make()
+        optimizer = make_optimizer(model)
+        torch.manual_seed(7)
+        if own:
+            values = [plain_step(model, optimizer, loss, stream[k % 4]) for k in range(20)]
+        else:
+            with Session(model, optimizer, loss, policy_for("full", case)) as session:
+                values = [session.step(stream[k % 4]) for k in range(20)]
+        ends.append(snapshot(model, optimizer))
+        losses.append(torch.stack(values))
+    assert torch.equal(*losses)
+    assert differences(*ends) == []
+
+
+# ---------------------------------------------------------------- 4: measuring, probing and planning leave no trace
+
+
+@table
+def test_law_4_before_the_step_nothing_but_the_choice_has_changed(recipe: str, model_name: str) -> None:
+    case = ZOO[model_name]
+    model, loss, batch = case.make()
+    optimizer = adamw(model)
+    for _ in range(2):  # so that there is optimizer state, and gradients stand on the parameters
+        plain_step(model, optimizer, loss, batch)
+    # No limit: what a noisy clock says must not decide here.
+    policy = replace(RECIPES[recipe](1.0), budget=Budget())
+    policy = replace(policy, cost=timed) if model_name in ("conv_net", "transformer") else on_steady_device(policy)
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    before = snapshot(model, optimizer)
+    with Session(model, optimizer, loss, policy) as session:
+        session.before_step(batch)
+        after = snapshot(model, optimizer)
+        chosen = session.selection.params
+    for name in set(before["flags"]) - chosen:
+        assert not after["flags"][name]
+        assert after["grads"][name] is None
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.BatchNorm2d) and f"{name}.weight" not in chosen and f"{name}.bias" not in chosen:
+            assert not after["modes"].pop(name)
+            assert before["modes"].pop(name)
+    for kind in ("grads", "flags"):
+        for half in (before, after):
+            half[kind] = {name: half[kind][name] for name in chosen}
+    assert differences(before, after) == []
+
+
+# ---------------------------------------------------------------- 5: apply and restore
+
+
+@table
+def test_law_5_apply_twice_is_once_and_restore_brings_back(recipe: str, model_name: str) -> None:
+    case = ZOO[model_name]
+    policy = policy_for(recipe, case)
+    profile, values = scored(policy, case)
+    chosen = plan(policy, profile, values).params
+    model, loss, batch = case.make()
+    optimizer = adamw(model)
+    params, was, before = trainable(model), found(model), snapshot(model, optimizer)
+    apply_(params, optimizer, chosen)
+    once = snapshot(model, optimizer)
+    assert {name for name, flag in once["flags"].items() if flag} == set(chosen)
+    apply_(params, optimizer, chosen)
+    assert differences(once, snapshot(model, optimizer)) == []
+    restore_(was)
+    assert differences(before, snapshot(model, optimizer)) == []
+
+
+@table
+def test_law_5_a_session_leaves_flags_and_modes_as_it_found_them(recipe: str, model_name: str) -> None:
+    case = ZOO[model_name]
+    model, loss, batch = case.make()
+    optimizer = sgd(model)
+    before = snapshot(model)
+    with Session(model, optimizer, loss, policy_for(recipe, case)) as session:
+        for k in range(3):
+            session.step(batch_no(case, k))
+    after = snapshot(model)
+    assert differences([before["flags"], before["modes"]], [after["flags"], after["modes"]]) == []
+    assert not optimizer._optimizer_step_post_hooks
+
+
+# ---------------------------------------------------------------- 6: stop and go on; the same again
+
+
+def _run(
+    case: Case, recipe: str, stop: int | None, way: str, folder: Path
+) -> tuple[dict[str, Any], list[tuple[str, ...]], Session]:
+    """Seven steps on seven batches, interrupted or not, with dropout drawing from the global random state."""
+    stream = [batch_no(case, k) for k in range(7)]
+    model, loss, _ = case.make()
+    optimizer = adamw(model)
+    session = Session(model, optimizer, loss, policy_for(recipe, case))
+    torch.manual_seed(11), random.seed(11), np.random.seed(11)
+    chosen = []
+    for k in range(7):
+        if k == stop:
+            path = folder / "run.pt"
+            by_hand = (copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()), session.state_dict())
+            randoms = torch.get_rng_state(), random.getstate(), np.random.get_state()
+            session.save(path)
+            session.close()
+            model, _, _ = case.make(seed=5)  # other weights: nothing may come from them
+            optimizer = adamw(model)
+            session = Session(model, optimizer, loss, policy_for(recipe, case))
+            torch.manual_seed(99), random.seed(99), np.random.seed(99)
+            if way == "file":
+                session.load(path)
+            else:
+                model.load_state_dict(by_hand[0])
+                optimizer.load_state_dict(by_hand[1])
+                session.load_state_dict(by_hand[2])
+                torch.set_rng_state(randoms[0]), random.setstate(randoms[1]), np.random.set_state(randoms[2])
+        session.step(stream[k])
+        chosen.append(tuple(unit.name for unit in session.selection.units))
+    return snapshot(model, optimizer), chosen, session
+
+
+@table
+def test_law_6_stop_and_go_on_is_never_having_stopped(recipe: str, model_name: str, tmp_path: Path) -> None:
+    case = ZOO[model_name]
+    through, chosen, session = _run(case, recipe, None, "", tmp_path)
+    again, chosen_again, _ = _run(case, recipe, None, "", tmp_path)
+    assert chosen == chosen_again
+    assert differences(through, again) == []
+    for stop, way in ((3, "file"), (4, "by hand")):
+        resumed, chosen_resumed, other = _run(case, recipe, stop, way, tmp_path)
+        assert chosen_resumed == chosen
+        assert differences(through, resumed) == []
+        assert other.selection == session.selection
+        assert other.progress == session.progress
+    if RECIPES[recipe](1.0).when.name != "once":
+        assert session.progress.round >= 1  # it did choose again in between
+
+
+def test_law_6_another_seed_draws_another_lot() -> None:
+    drawn = set()
+    for seed in range(8):
+        policy = on_steady_device(recipes.random(time=0.7, seed=seed))
+        profile, values = scored(policy, ZOO["transformer"])
+        drawn.add(plan(policy, profile, values).params)
+    assert len(drawn) > 1
+
+
+# ---------------------------------------------------------------- 7: values add up
+
+
+@table
+def test_law_7_a_layer_is_worth_the_sum_of_its_tensors(recipe: str, model_name: str) -> None:
+    case, policy = ZOO[model_name], policy_for(recipe, ZOO[model_name])
+    model, loss, batch = case.make()
+    optimizer, graph = adamw(model), graph_of(*case.make())
+
+    def values(candidates: tuple[Unit, ...]) -> dict[Unit, float]:
+        return score.probe(policy.signal, model, optimizer, loss, batch, candidates)
+
+    for grouped in (units.layers()(graph), units.blocks()(graph)):
+        # In the order of the layers: nearness and chance hang on the place in the list.
+        tensors = values(tuple(Unit(param, (Part(param),)) for unit in grouped for param in unit.params))
+        worth = {unit.name: value for unit, value in tensors.items()}
+        for unit, value in values(grouped).items():
+            assert value == pytest.approx(sum(worth[param] for param in unit.params), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("model_name", ZOO)
+@pytest.mark.parametrize(
+    "signal", [score.update_gain(cross=True), score.update_gain(cross=False), score.grad_norm(), score.weight_norm()], ids=str
+)
+def test_law_7_a_tensor_is_worth_the_sum_of_its_channels(signal: score.Signal, model_name: str) -> None:
+    model, loss, batch = ZOO[model_name].make()
+    optimizer = adamw(model)
+    whole, slices = [], []
+    for name, param in trainable(model).items():
+        whole.append(Unit(name, (Part(name),)))
+        for dim, size in enumerate(param.shape):
+            slices += [Unit(f"{name}/{dim}/{i}", (Part(name, dim, (i,)),)) for i in range(size)]
+    of_whole = score.probe(signal, model, optimizer, loss, batch, whole)
+    of_slices = score.probe(signal, model, optimizer, loss, batch, slices)
+    for unit, value in of_whole.items():
+        for dim in range(trainable(model)[unit.name].dim()):
+            channels = [v for u, v in of_slices.items() if u.name.startswith(f"{unit.name}/{dim}/")]
+            assert sum(channels) == pytest.approx(value, rel=1e-4, abs=1e-8)
