@@ -83,6 +83,7 @@ class Norms:
     model: nn.Module
     rule: NormRule = "chosen"
     _norms: dict[str, nn.Module] = field(default_factory=dict)
+    _own: dict[str, list[str]] = field(default_factory=dict)  # the names of each norm's parameters
     _wanted: dict[str, bool] = field(default_factory=dict)
     _set: dict[str, bool] = field(default_factory=dict)
     _whole: bool = True
@@ -93,6 +94,7 @@ class Norms:
         for name, module in self.model.named_modules():
             if isinstance(module, _NormBase) and module.track_running_stats and module.running_mean is not None:
                 self._norms[name] = module
+                self._own[name] = [f"{name}.{p}" if name else p for p in module._parameters]
                 self._wanted[name] = module.training
         self._whole = self.model.training
 
@@ -103,8 +105,7 @@ class Norms:
         self._listen()
         everything = len(chosen) == len(among)
         for name, module in self._norms.items():
-            own = [f"{name}.{p}" if name else p for p in module._parameters]
-            candidates = [p for p in own if p in among]
+            candidates = [p for p in self._own[name] if p in among]
             # A norm without parameters to choose goes along only when the whole model trains.
             along = any(p in chosen for p in candidates) if candidates else everything
             mode = self._wanted[name] and along and self.rule == "chosen"

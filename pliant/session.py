@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from pliant import __version__, batches, checkpoint, runlog, score
+from pliant import __version__, batches, checkpoint, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_, sandbox
 from pliant.drift import Drift, blend, mean
 from pliant.engine import Work, pick
 from pliant.graph import Loss, compute_loss, read, trainable
 from pliant.measure import Watch, origin
 from pliant.policy import Policy, plan
+from pliant.runlog import RunLog
 from pliant.types import Budget, ProbeError, Profile, Progress, Selection, Unit, write_aside
 from pliant.undo import Undo
-
-_FLUSH_EVERY = 20  # log lines: reading a loss off a GPU waits for it, so not at every step
 
 
 class Session:
@@ -95,8 +96,8 @@ class Session:
         self._collected: list[dict[Unit, float]] | None = None
         self._drift = Drift()
         self._step = self._round = self._micro = 0
-        self._log, self._lines, self._steps = log, [], []  # type: ignore[var-annotated]
-        self._seconds: list[tuple[Any, Any]] = []
+        self._log = RunLog(log)
+        self._seconds: deque[tuple[Any, Any]] = deque(maxlen=100)
         self._closed = False
 
     # ------------------------------------------------------------ what the user reads
@@ -127,9 +128,8 @@ class Session:
 
     @property
     def measured_seconds(self) -> float | None:
-        """The median step of this round so far, by this device's clock; None before its first step."""
-        self._watch.settle()
-        taken = sorted(self._watch.seconds(start, end) for start, end in self._seconds)
+        """The median of this round's last hundred steps, by this device's clock; None before its first step."""
+        taken = sorted(self._elapsed(span) for span in self._seconds)
         return taken[len(taken) // 2] if taken else None
 
     @property
@@ -248,11 +248,9 @@ class Session:
         self._begun = None
         self._step += 1
         self._seconds.append((start, self._watch.mark()))
-        self._steps.append((self._step, self._round, value, self._seconds[-1]))
+        self._log.step(self._step, self._round, value, partial(self._elapsed, self._seconds[-1]))
         if self.policy.when.watches:
             self._drift.see(score.watch(self.policy.signal, self._optimizer, self._params, self.selection.units))
-        if len(self._steps) >= _FLUSH_EVERY:
-            self.flush()
 
     # ------------------------------------------------------------ choosing
 
@@ -265,20 +263,18 @@ class Session:
         with sandbox(self.model, train=self._params):
             graph = read(self.model, self.loss, batch)
         self._units = self.policy.units(graph)
-        self._write(
-            {
-                "event": "start",
-                "pliant": __version__,
-                "policy": self.policy.name,
-                "when": self.policy.when.name,
-                "signal": self.policy.signal.name,
-                "engine": self.engine,
-                "seed": self.policy.seed,
-                "origin": dict(self._profile.origin),
-                "full": asdict(self._profile.full),
-                "forward": asdict(self._profile.base),
-                "units": {unit.name: list(unit.params) for unit in self._units},
-            }
+        self._log.write(
+            "start",
+            pliant=__version__,
+            policy=self.policy.name,
+            when=self.policy.when.name,
+            signal=self.policy.signal.name,
+            engine=self.engine,
+            seed=self.policy.seed,
+            origin=dict(self._profile.origin),
+            full=asdict(self._profile.full),
+            forward=asdict(self._profile.base),
+            units={unit.name: list(unit.params) for unit in self._units},
         )
 
     def _choose(self, batch: Any) -> None:
@@ -347,49 +343,26 @@ class Session:
         check_in_groups(self._params, self._optimizer, selection.params)
         if self._undo is not None:
             self._undo.keep({name: self._params[name] for name in selection.params})
-        self.flush()
+        self._log.flush()
         measured = self.measured_seconds
         apply_(self._params, self._optimizer, selection.params, self.policy.state)
         self._round = selection.round
         self._selection, self._last = selection, self.progress
         self._drift = Drift()
-        self._seconds = []
-        self._watch.settle()
-        self._write(
-            {
-                "event": "round",
-                **selection.to_json(),
-                "choosing_seconds": self._watch.seconds(*took) if took else 0.0,
-                "measured_before": measured,
-            }
+        self._seconds.clear()
+        self._log.write(
+            "round",
+            **selection.to_json(),
+            choosing_seconds=self._elapsed(took) if took else 0.0,
+            measured_before=measured,
         )
 
-    # ------------------------------------------------------------ log
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        if self._log is not None:
-            self.flush()
-            runlog.append(self._log, [line])
+    def _elapsed(self, span: tuple[Any, Any]) -> float:
+        self._watch.settle()
+        return self._watch.seconds(*span)
 
     def _note(self, text: str) -> None:
-        self._write({"event": "note", "step": self._step, "text": text})
-
-    def flush(self) -> None:
-        """Write the steps that the log does not hold yet."""
-        steps, self._steps = self._steps, []
-        if self._log is None or not steps:
-            return
-        self._watch.settle()
-        known = [value.float() for _, _, value, _ in steps if value is not None]
-        read_off = iter(torch.stack(known).tolist() if known else [])
-        losses = [None if value is None else next(read_off) for _, _, value, _ in steps]
-        runlog.append(
-            self._log,
-            (
-                {"event": "step", "step": step, "round": round_, "loss": loss, "seconds": self._watch.seconds(*span)}
-                for (step, round_, _, span), loss in zip(steps, losses, strict=True)
-            ),
-        )
+        self._log.write("note", step=self._step, text=text)
 
     # ------------------------------------------------------------ save, resume, undo, leave
 
@@ -449,7 +422,7 @@ class Session:
             self._undo.load(state["undo"])
         if selection is not None:
             apply_(self._params, self._optimizer, selection.params, self.policy.state)
-        self._write({"event": "resume", "step": self._step, "round": self._round})
+        self._log.write("resume", step=self._step, round=self._round)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed."""
@@ -488,7 +461,7 @@ class Session:
             return
         self._closed = True
         try:
-            self._write({"event": "end", "step": self._step, "round": self._round})
+            self._log.write("end", step=self._step, round=self._round)
         finally:
             self._hook.remove()
             self._norms.release_()

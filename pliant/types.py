@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +155,12 @@ class Profile:
                 total = total + charge.cost
         return total
 
-    @property
+    @cached_property
     def params(self) -> tuple[str, ...]:
         """Every parameter that some charge names, nearest the loss first."""
         return tuple(dict.fromkeys(p for charge in self.charges for p in charge.params))
 
-    @property
+    @cached_property
     def full(self) -> Cost:
         """What a plain full step costs: the meaning of 1.0 in a budget."""
         return self.cost([Unit("*", tuple(Part(p) for p in self.params))])
@@ -363,7 +364,7 @@ class Selection:
     full: Cost = field(default_factory=Cost)
     values: Mapping[str, float] = field(default_factory=dict)  # of every candidate, chosen or not
 
-    @property
+    @cached_property
     def params(self) -> frozenset[str]:
         """Names of the parameters that any chosen part belongs to."""
         return frozenset(param for unit in self.units for param in unit.params)

@@ -93,6 +93,8 @@ def differences(a: Any, b: Any, at: str = "") -> list[str]:
         keys = sorted(set(a) | set(b), key=str)
         missing = object()
         return [d for key in keys for d in differences(a.get(key, missing), b.get(key, missing), f"{at}/{key}")]
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{at}/{i}")]
     return [] if type(a) is type(b) and a == b else [at]
 
 

@@ -233,7 +233,7 @@ def test_law_5_apply_twice_is_once_and_restore_brings_back(recipe: str, model_na
     policy = policy_for(recipe, case)
     profile, values = scored(policy, case)
     chosen = plan(policy, profile, values).params
-    model, loss, batch = case.make()
+    model, _, _ = case.make()
     optimizer = adamw(model)
     params, was, before = trainable(model), found(model), snapshot(model, optimizer)
     apply_(params, optimizer, chosen)
@@ -248,7 +248,7 @@ def test_law_5_apply_twice_is_once_and_restore_brings_back(recipe: str, model_na
 @table
 def test_law_5_a_session_leaves_flags_and_modes_as_it_found_them(recipe: str, model_name: str) -> None:
     case = ZOO[model_name]
-    model, loss, batch = case.make()
+    model, loss, _ = case.make()
     optimizer = sgd(model)
     before = snapshot(model)
     with Session(model, optimizer, loss, policy_for(recipe, case)) as session:

@@ -44,7 +44,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """A hash of all that a probe could leave behind: weights, buffers, gradients, optimizer state, random states, modes, hooks."""
+    """A hash of all that a probe could leave behind: weights, buffers, gradients, optimizer, random states, modes, hooks."""
     digest = hashlib.sha256()
 
     def feed(value: Any) -> None:

@@ -1,0 +1,221 @@
+"""EfficientNet-Lite0 with ImageNet weights on handwritten digits: every recipe from the same start, with tuned learning rates.
+
+    python benchmarks/digits.py --device cuda --time 0.7   # tunes learning rates: some minutes on a GPU; resumable
+    python benchmarks/digits.py --lrs-from benchmarks/results/digits_h200.json   # half an hour on one CPU thread; resumable
+    python benchmarks/digits.py --quick                    # a few steps of a few recipes, one seed: about a minute
+
+For each recipe: one run per learning rate on seed 0, judged on the validation split; then one run per seed with the best rate,
+and the test split once. What is timed, for a recipe and for plain full training in turn, so that both see the same machine:
+
+    start clock; optimizer.zero_grad(); loss(model, batch).backward(); optimizer.step(); stop clock
+
+CPU: CPU time of one thread, minimum of several. GPU: synchronised wall time, median.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import record
+import torch
+import torch.nn.functional as F
+
+from pliant import Policy, Session, data, measure, recipes, schedule
+from pliant.models import efficientnet_lite0
+
+AGAIN = schedule.every(steps=25)
+PLAIN, PLAIN_FROZEN_NORMS = "full (plain PyTorch)", "full, norms on running statistics (plain PyTorch)"
+METHODS: dict[str, Callable[[float], Policy] | None] = {
+    PLAIN: None,
+    PLAIN_FROZEN_NORMS: None,
+    "pliant": lambda time: recipes.pliant(time=time),
+    "elastic_layers": lambda time: recipes.elastic_layers(time=time, when=AGAIN),
+    "elastic_trainer": lambda time: recipes.elastic_trainer(time=time, when=AGAIN),
+    "last": lambda time: recipes.last(time=time),
+    "random": lambda time: recipes.random(time=time, when=AGAIN),
+    "norm": lambda time: recipes.norm(),
+    "bias": lambda time: recipes.bias(),
+    "head": lambda time: recipes.head(),
+}
+QUICK = (PLAIN, "pliant", "last")
+CLIP = 1.0  # without it, training with norms on running statistics diverges at most learning rates
+
+
+def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def accuracy(model: torch.nn.Module, split: data.Split) -> float:
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.inference_mode():
+        hits = sum(
+            int((model(x).argmax(1) == y).sum()) for x, y in zip(split.images.split(50), split.labels.split(50), strict=True)
+        )
+    for module, mode in modes:
+        module.training = mode
+    return hits / len(split)
+
+
+def clock(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.thread_time()
+
+
+def cell(name: str, digits: data.Digits, lr: float, seed: int, setting: dict[str, Any]) -> dict[str, Any]:
+    """Train one recipe once. Accuracies, seconds in all, and the step against a plain full step in the same run."""
+    steps, batch, device = setting["steps"], setting["batch"], setting["device"]
+    recipe = METHODS[name]
+    torch.manual_seed(seed)
+    model = efficientnet_lite0(digits.classes, pretrained=True).to(device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 0.1  # the 0.01 of ImageNet training would need hundreds of steps to follow
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    batches = list(islice(data.batches(digits.train, batch, seed=seed), steps))
+    plain = copy.deepcopy(model)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
+
+    def plain_step(m: torch.nn.Module, o: torch.optim.Optimizer, b: Any) -> None:
+        o.zero_grad()
+        loss(m, b).backward()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), CLIP)
+        o.step()
+
+    def finish() -> dict[str, Any]:
+        """Everything that is read off at the end, while the selection still stands."""
+        kept = measure.kept_bytes(model, loss, batches[0])
+        mine, reference = alternate(
+            lambda b: plain_step(model, optimizer, b), lambda b: plain_step(plain, plain_optimizer, b), batches, device
+        )
+        return {"kept_bytes": kept, "seconds_step": mine, "seconds_full_step": reference}
+
+    plain_step(plain, plain_optimizer, batches[0])  # warm up
+    start = clock(device)
+    if recipe is None:
+        for module in model.modules():
+            if name == PLAIN_FROZEN_NORMS and isinstance(module, torch.nn.BatchNorm2d):
+                module.eval()
+        for b in batches:
+            plain_step(model, optimizer, b)
+        total = clock(device) - start
+        scores = accuracy(model, digits.validation), accuracy(model, digits.test)
+        measured, chosen, share = finish(), "everything", 1.0
+    else:
+        with Session(model, optimizer, loss, recipe(setting["time"]), clip=CLIP) as session:
+            for b in batches:
+                session.step(b)
+            total = clock(device) - start
+            scores = accuracy(model, digits.validation), accuracy(model, digits.test)
+            measured, share = finish(), session.selection.share()
+            chosen = f"{len(session.selection.units)} of {len(session.units)}"
+    return {
+        "method": name,
+        "lr": lr,
+        "seed": seed,
+        "validation": scores[0],
+        "test": scores[1],
+        "predicted_share": share,
+        "chosen": chosen,
+        "seconds_total": total,
+        **measured,
+    }
+
+
+def alternate(mine: Any, reference: Any, batches: list[Any], device: str, times: int = 5) -> tuple[float, float]:
+    """Seconds of both steps, taken in turn."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for i in range(times):
+        for which, step in zip(taken, (mine, reference), strict=True):
+            start = clock(device)
+            step(batches[i % len(batches)])
+            which.append(clock(device) - start)
+    pick = statistics.median if device == "cuda" else min
+    return pick(taken[0]), pick(taken[1])
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Markdown: mean and range over seeds at each method's best learning rate."""
+    lines = ["| method | test accuracy | step | total time | kept for backward | lr |", "|---|---|---|---|---|---|"]
+    methods = dict.fromkeys(c["method"] for c in cells)
+    chosen = {m: [c for c in cells if c["method"] == m and c.get("final")] for m in methods}
+    full_total = statistics.mean(c["seconds_total"] for c in chosen[PLAIN]) if chosen.get(PLAIN) else float("nan")
+    for method, runs in chosen.items():
+        if runs:
+            test = [100 * c["test"] for c in runs]
+            step = statistics.mean(c["seconds_step"] / c["seconds_full_step"] for c in runs)
+            total = statistics.mean(c["seconds_total"] for c in runs)
+            kept = statistics.mean(c["kept_bytes"] for c in runs) / 1e6
+            lines.append(
+                f"| {method} | {statistics.mean(test):.1f} ({min(test):.1f}–{max(test):.1f}) | {step:.2f}× "
+                f"| {total:.1f} s ({total / full_total:.2f}×) | {kept:.0f} MB | {runs[0]['lr']:g} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def best_lr(cells: list[dict[str, Any]], method: str) -> float:
+    tried = [c for c in cells if c["method"] == method and c["seed"] == 0]
+    return max(tried, key=lambda c: c["validation"])["lr"] if tried else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--time", type=float, default=0.5, help="budget of the recipes that take one")
+    parser.add_argument("--lrs", type=float, nargs="+", default=[0.001, 0.003, 0.01, 0.03, 0.1])
+    parser.add_argument("--lrs-from", type=Path, default=None, help="results whose best learning rates to use, without tuning")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.quick:
+        args.steps, args.seeds, args.lrs = 6, 1, [0.03]
+    out = args.out or record.place("digits_quick" if args.quick else "digits", args.device)
+    setting = {k: getattr(args, k) for k in ("steps", "batch", "size", "device", "time")} | {"clip": CLIP}
+    tuned = json.loads(args.lrs_from.read_text())["cells"] if args.lrs_from else None
+    done = record.load(out, setting)
+    digits = data.digits(args.size)
+    if args.device == "cuda":
+        digits = data.Digits(
+            *(data.Split(s.images.cuda(), s.labels.cuda()) for s in (digits.train, digits.validation, digits.test))
+        )
+
+    def ensure(name: str, lr: float, seed: int, final: bool) -> None:
+        old = next((c for c in done if (c["method"], c["lr"], c["seed"]) == (name, lr, seed)), None)
+        if old is None:
+            old = cell(name, digits, lr, seed, setting)
+            done.append(old)
+        if final:
+            old["final"] = True  # at its best learning rate: counts for the table
+        record.save(out, setting, done, table(done))
+        print(f"{name:26} lr {lr:<5g} seed {seed}: validation {old['validation']:.3f}", flush=True)
+
+    for name in QUICK if args.quick else METHODS:
+        for lr in [] if tuned else args.lrs:
+            ensure(name, lr, 0, final=False)
+        for seed in range(args.seeds):
+            ensure(name, best_lr(tuned or done, name), seed, final=True)
+    print(table(done))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Where benchmark results are kept: JSON with hardware, versions and date, and the Markdown table made from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy
+import scipy
+import torch
+
+import pliant
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def place(name: str, device: str = "cpu") -> Path:
+    """The file for a benchmark on this kind of device."""
+    return RESULTS / f"{name}_{'h200' if device == 'cuda' and 'H200' in torch.cuda.get_device_name() else device}.json"
+
+
+def load(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """Cells that are already there for the same setting; a file of another setting is an error, not something to mix with."""
+    if not path.exists():
+        return []
+    old = json.loads(path.read_text())
+    if old["setting"] != setting:
+        raise SystemExit(f"{path} holds results of {old['setting']}, not of {setting}: move it away or give --out.")
+    return list(old["cells"])
+
+
+def save(path: Path, setting: dict[str, Any], cells: list[dict[str, Any]], table: str) -> None:
+    """Write both files aside, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"setting": setting, "where": where(setting.get("device", "cpu")), "cells": cells}
+    for target, text in ((path, json.dumps(content, indent=1)), (path.with_suffix(".md"), heading(content) + table)):
+        aside = target.with_name(target.name + ".tmp")
+        aside.write_text(text)
+        os.replace(aside, target)
+
+
+def where(device: str = "cpu") -> dict[str, Any]:
+    """Hardware, versions, date and commit."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, 1 thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "scipy": scipy.__version__,
+        "pliant": pliant.__version__,
+        "commit": commit or None,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def heading(content: dict[str, Any]) -> str:
+    facts = ", ".join(f"{key} {value}" for key, value in content["where"].items() if value)
+    setting = ", ".join(f"{key} {value}" for key, value in content["setting"].items())
+    return f"<!-- generated; do not edit -->\n{facts}\n\n{setting}\n\n"

@@ -1,0 +1,1094 @@
+"""A session: elastic for real, faithful to the user's loop and objects, and whole after every error."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import differences, freeze_by_hand, on_steady_device, plain_step, snapshot, steady
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from zoo import ZOO, adamw, sgd
+
+from pliant import (
+    Budget,
+    BudgetError,
+    Cost,
+    Part,
+    Policy,
+    ProbeError,
+    Profile,
+    ProfileMismatch,
+    Session,
+    Unit,
+    measure,
+    plan,
+    recipes,
+    schedule,
+    score,
+    solve,
+    units,
+)
+from pliant.types import Charge
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Chain(nn.Module):
+    """Four equal layers and a head: unit names say how deep they lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm_a = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.b, self.norm_b = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm_a(self.a(x)))
+        return self.head(self.drop(F.relu(self.norm_b(self.b(x)))))
+
+
+def classify(model: nn.Module, batch: Batch) -> torch.Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def make(kind: Callable[[], nn.Module] = Chain, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def data(count: int = 8, size: int = 8) -> list[Batch]:
+    draw = torch.Generator().manual_seed(4)
+    return [(torch.randn(size, 6, generator=draw), torch.randint(0, 3, (size,), generator=draw)) for _ in range(count)]
+
+
+def fixed(*globs: str, head: bool = False, **changes: Any) -> Policy:
+    return on_steady_device(Policy(units.tensors(), score.nearness(), steady, solve.fixed(*globs), head=head), **changes)
+
+
+def cycling(every: int = 1, **changes: Any) -> Policy:
+    """The next layer each round, from the loss outwards, and nothing else."""
+    words = (units.layers(), score.nearness(), steady, solve.cycle(), schedule.every(steps=every))
+    return Policy(*words, head=False, **changes)
+
+
+def by_gain(when: schedule.Schedule, budget: Budget, **signal: Any) -> Policy:
+    return Policy(units.layers(), score.update_gain(**{"cross": False, **signal}), steady, solve.knapsack(), when, budget)
+
+
+def flags(model: nn.Module) -> dict[str, bool]:
+    return {name: param.requires_grad for name, param in model.named_parameters()}
+
+
+def names(session: Session) -> set[str]:
+    return {unit.name for unit in session.selection.units}
+
+
+def nodes_behind(value: torch.Tensor) -> list[Any]:
+    """Every autograd node that a backward pass from here could run."""
+    stack, seen = [value.grad_fn], {value.grad_fn: None}
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is not None and node not in seen:
+                seen[node] = None
+                stack.append(node)
+    return list(seen)
+
+
+# ---------------------------------------------------------------- elastic for real
+
+
+def test_tensors_leave_and_come_back() -> None:
+    model = make()
+    policy = on_steady_device(recipes.random(time=0.7, when=schedule.every(steps=2)))
+    came_back, seen = set(), []
+    with Session(model, adamw(model), classify, policy) as session:
+        for batch in data(24):
+            before = snapshot(model)["weights"]
+            session.step(batch)
+            moved = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+            assert moved == session.selection.params == {name for name, flag in flags(model).items() if flag}
+            came_back |= {p for p in moved if seen and p not in seen[-1] and any(p in earlier for earlier in seen)}
+            seen.append(moved)
+    assert [seen[i] == seen[i + 1] for i in range(0, 24, 2)] == [True] * 12  # two steps with each choice
+    assert came_back
+
+
+def test_what_is_not_chosen_and_not_on_the_way_does_not_run() -> None:
+    model, ran = make(), Counter[str]()
+
+    def count(name: str, _: object) -> None:
+        ran[name] += 1
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        value = classify(model, batch)
+        for node in nodes_behind(value):
+            node.register_prehook(partial(count, node.name()))
+        return value
+
+    with Session(model, sgd(model), loss, cycling()) as session:
+        for depth, name in enumerate(["head", "layers.3", "layers.2", "layers.1", "layers.0", "head"]):
+            session.before_step(data()[0])
+            ran.clear()
+            loss(model, data()[0]).backward()
+            assert names(session) == {name}
+            down_to = depth % 5
+            assert ran["AddmmBackward0"] == down_to + 1  # the layers from the loss down to the chosen one
+            assert ran["TanhBackward0"] == down_to
+            assert ran["torch::autograd::AccumulateGrad"] == 2  # its weight and its bias
+
+
+@pytest.mark.parametrize("state", ["drop", "keep"])
+def test_optimizer_state_of_what_leaves_is_freed_or_waits(state: str) -> None:
+    model = make()
+    optimizer = adamw(model)
+    with Session(model, optimizer, classify, cycling(2, state=state)) as session:
+        for batch in data(2):
+            session.step(batch)
+        assert names(session) == {"head"}
+        average = weakref.ref(optimizer.state[model.head.weight]["exp_avg"])
+        then = average().clone()
+        session.step(data()[2])
+        assert names(session) == {"layers.3"}
+        if state == "drop":
+            assert average() is None
+            assert set(optimizer.state) == set(model.layers[3].parameters())
+        else:
+            assert torch.equal(average(), then)
+            assert optimizer.state[model.head.weight]["step"] == 2
+
+
+def test_weights_that_left_do_not_move_under_adamw_in_the_users_own_loop() -> None:
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    with Session(model, optimizer, classify, cycling(2)) as session:
+        for batch in data(8):
+            session.before_step(batch)
+            before = snapshot(model)["weights"]
+            optimizer.zero_grad(set_to_none=False)
+            classify(model, batch).backward()
+            optimizer.step()
+            moved = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+            assert moved == session.selection.params
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_the_head_and_what_is_always_chosen(head: bool) -> None:
+    model = make()
+    with Session(model, sgd(model), classify, fixed("layers.1.weight", head=head, always=("layers.0.b*",))) as session:
+        session.step(data()[0])
+        also = {"head.weight", "head.bias"} if head else set()
+        assert names(session) == {"layers.1.weight", "layers.0.bias"} | also
+
+
+# ---------------------------------------------------------------- faithful to the plain loop
+
+
+def frozen_twin(model: nn.Module, chosen: set[str]) -> nn.Module:
+    twin = copy.deepcopy(model)
+    freeze_by_hand(twin, chosen, set(flags(model)))
+    return twin
+
+
+CHOSEN = {"layers.2.weight", "head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_accumulation_and_clipping_are_the_plain_ones(accumulate: int, clip: float | None) -> None:
+    model = make()
+    twin = frozen_twin(model, CHOSEN)
+    optimizer, plain = adamw(model), adamw(twin)
+    with Session(model, optimizer, classify, fixed(*CHOSEN), accumulate=accumulate, clip=clip) as session:
+        for k, batch in enumerate(data(6)):
+            if k % accumulate == 0:
+                plain.zero_grad()
+            value = classify(twin, batch)
+            (value / accumulate).backward()
+            if (k + 1) % accumulate == 0:
+                if clip is not None:
+                    assert nn.utils.clip_grad_norm_(twin.parameters(), clip) > clip  # it does clip
+                plain.step()
+            assert torch.equal(session.step(batch), value)
+            assert session.progress.step == (k + 1) // accumulate
+            after, expected = snapshot(model, optimizer), snapshot(twin, plain)
+            assert differences(expected["weights"], after["weights"]) == []
+            assert differences(expected["optimizer"], after["optimizer"]) == []
+
+
+def test_a_step_that_is_half_collected_cannot_be_saved() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, fixed("head.*"), accumulate=2) as session:
+        session.step(data()[0])
+        with pytest.raises(RuntimeError, match="1 of 2 batches"):
+            session.state_dict()
+        session.step(data()[1])
+        assert session.state_dict()["step"] == 1
+
+
+def autocast_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return classify(model, batch)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_inside_the_loss_and_around_the_step(inside: bool) -> None:
+    model = make()
+    twin = frozen_twin(model, CHOSEN)
+    optimizer, plain = adamw(model), adamw(twin)
+    with Session(model, optimizer, autocast_inside if inside else classify, fixed(*CHOSEN)) as session:
+        for batch in data(4):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+                value = session.step(batch)
+            assert torch.equal(value, plain_step(twin, plain, autocast_inside, batch))
+            assert differences(snapshot(twin, plain)["weights"], snapshot(model)["weights"]) == []
+
+
+def test_autocast_around_the_whole_run_hands_no_gradient_to_what_left() -> None:
+    # Within one autocast region the casts of weights are cached, together with their way back to the weight.
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Session(model, optimizer, classify, cycling()) as session, torch.autocast("cpu", dtype=torch.bfloat16):
+        for batch in data(7):
+            before = snapshot(model)["weights"]
+            session.step(batch)
+            with_grad = {name for name, param in model.named_parameters() if param.grad is not None}
+            moved = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+            assert with_grad == session.selection.params
+            assert moved == with_grad
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_grad_scaler_steps_as_in_a_plain_loop(enabled: bool, clip: float | None) -> None:
+    model = make()
+    twin = frozen_twin(model, CHOSEN)
+    optimizer, plain = adamw(model), adamw(twin)
+    scaler, plain_scaler = (torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=enabled) for _ in range(2))
+    with Session(model, optimizer, classify, fixed(*CHOSEN), scaler=scaler, clip=clip) as session:
+        for batch in data(4):
+            session.step(batch)
+            plain.zero_grad()
+            plain_scaler.scale(classify(twin, batch)).backward()
+            if clip is not None:
+                plain_scaler.unscale_(plain)
+                nn.utils.clip_grad_norm_(twin.parameters(), clip)
+            plain_scaler.step(plain)
+            plain_scaler.update()
+            after, expected = snapshot(model, optimizer), snapshot(twin, plain)
+            assert differences(expected["weights"], after["weights"]) == []
+            assert differences(expected["optimizer"], after["optimizer"]) == []
+            assert scaler.get_scale() == plain_scaler.get_scale()
+
+
+def test_the_scale_is_taken_out_of_values_and_a_skipped_step_counts() -> None:
+    values = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10)):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        policy = by_gain(schedule.once(), Budget(time=0.8))
+        with Session(model, optimizer, classify, policy, scaler=scaler) as session:
+            session.step(data()[0])
+            values.append(session.selection.values)
+            if scaler is not None:
+                before = snapshot(model)["weights"]
+                images, labels = data()[1]
+                session.step((images * math.inf, labels))  # infinite gradients: the scaler skips the step
+                assert session.progress.step == 2
+                assert differences(before, snapshot(model)["weights"]) == []
+                assert scaler.get_scale() == 2.0**9
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_checkpointed_segments_train_as_in_a_plain_loop() -> None:
+    class Recomputed(Normed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(lambda t: F.relu(self.drop(self.a(t))), x, use_reentrant=False)
+            x = checkpoint(lambda t: F.relu(self.drop(self.b(t))), x, use_reentrant=False)
+            return self.head(x)
+
+    model = make(Recomputed)
+    optimizer = adamw(model)
+    policy = on_steady_device(recipes.random(time=0.8, when=schedule.every(steps=1)))
+    twin = copy.deepcopy(model)
+    plain = adamw(twin)
+    with Session(model, optimizer, classify, policy) as session:
+        for k, batch in enumerate(data(5)):
+            torch.manual_seed(k)
+            session.step(batch)
+            freeze_by_hand(twin, session.selection.params, set(flags(twin)))
+            torch.manual_seed(k)
+            plain_step(twin, plain, classify, batch)
+            assert differences(snapshot(twin, plain), snapshot(model, optimizer)) == []
+
+
+def test_learning_rate_schedulers_run_beside_it() -> None:
+    model = make()
+    twin = copy.deepcopy(model)
+    optimizer, plain = sgd(model), sgd(twin)
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=8) for o in (optimizer, plain)]
+    policy = by_gain(schedule.every(steps=1), Budget(time=1.0))
+    with Session(model, optimizer, classify, policy) as session:
+        for batch in data(8)[:7]:
+            session.step(batch)
+            freeze_by_hand(twin, session.selection.params, set(flags(twin)))
+            plain_step(twin, plain, classify, batch)
+            for scheduler in schedulers:
+                scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+            assert differences(snapshot(twin, plain), snapshot(model, optimizer)) == []
+    assert optimizer._opt_called  # its step was seen by the scheduler, that of no probe
+
+
+def test_the_users_own_loop_is_the_same_as_step() -> None:
+    ends = []
+    for own in (False, True):
+        model = make(Normed)
+        optimizer = adamw(model)
+        policy = by_gain(schedule.every(steps=2), Budget(time=0.8))
+        torch.manual_seed(1)
+        with Session(model, optimizer, classify, policy) as session:
+            for batch in data(6):
+                if own:
+                    session.before_step(batch)
+                    plain_step(model, optimizer, classify, batch)
+                else:
+                    session.step(batch)
+            ends.append([snapshot(model, optimizer), session.progress, session.selection])
+    assert differences(*ends) == []
+
+
+def test_a_model_in_eval_mode_stays_there() -> None:
+    model = make(Normed).eval()
+    before = snapshot(model)
+    with Session(model, sgd(model), classify, on_steady_device(recipes.full())) as session:
+        for batch in data(3):
+            session.step(batch)
+            assert not any(module.training for module in model.modules())
+    after = snapshot(model)
+    assert differences([before["buffers"], before["modes"]], [after["buffers"], after["modes"]]) == []
+
+
+# ---------------------------------------------------------------- norms
+
+
+def test_unchosen_norms_run_on_their_statistics_whatever_train_says() -> None:
+    model = make(Normed)
+    before = snapshot(model)["buffers"]
+    with Session(model, sgd(model), classify, fixed("norm_b.weight", "head.*")) as session:
+        for batch in data(3):
+            model.train()
+            session.step(batch)
+            assert (model.norm_a.training, model.norm_b.training, model.drop.training) == (False, True, True)
+        after = snapshot(model)["buffers"]
+        assert {name.split(".")[0] for name in differences(before, after)} == {"/norm_b"}
+        model.eval()
+        session.step(data()[3])
+        assert not model.norm_b.training
+        assert differences(after, snapshot(model)["buffers"]) == []
+        model.train()
+        session.step(data()[4])
+        assert (model.norm_a.training, model.norm_b.training) == (False, True)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(("rule", "moving"), [("chosen", {"/norm_b"}), ("frozen", set()), ("as-is", {"/norm_a", "/norm_b"})])
+def test_norm_rules(rule: str, moving: set[str]) -> None:
+    model = make(Normed)
+    before = snapshot(model)
+    with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), norm=rule) as session:
+        for batch in data(2):
+            session.step(batch)
+    after = snapshot(model)
+    assert {name.split(".")[0] for name in differences(before["buffers"], after["buffers"])} == moving
+    assert before["modes"] == after["modes"]
+
+
+# ---------------------------------------------------------------- budgets, schedules, signals
+
+
+def test_a_new_budget_takes_effect_at_the_next_step() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, by_gain(schedule.once(), Budget(time=0.5))) as session:
+        session.step(data()[0])
+        few = names(session)
+        session.budget = Budget(time=0.9)
+        assert names(session) == few
+        session.step(data()[1])
+        assert few < names(session)
+        assert session.selection.share("seconds") <= 0.9
+        assert session.progress.round == 1
+        before = snapshot(model)
+        with pytest.raises(BudgetError):
+            session.budget = Budget(time=0.01)
+        assert session.budget == Budget(time=0.9)
+        assert differences(before, snapshot(model)) == []
+        session.step(data()[2])
+        assert session.progress.round == 1
+
+
+def test_a_new_budget_survives_a_stop(tmp_path: Path) -> None:
+    ends = []
+    for stop in (False, True):
+        model = make()
+        optimizer, policy = adamw(model), by_gain(schedule.once(), Budget(time=0.5))
+        session = Session(model, optimizer, classify, policy)
+        session.step(data()[0])
+        session.budget = Budget(time=0.9)  # decided, not applied yet
+        if stop:
+            session.save(tmp_path / "run.pt")
+            model = make(seed=3)
+            optimizer = adamw(model)
+            session = Session(model, optimizer, classify, policy)
+            session.load(tmp_path / "run.pt")
+        session.step(data()[1])
+        assert session.budget == Budget(time=0.9)
+        ends.append([snapshot(model, optimizer), session.selection])
+    assert differences(*ends) == []
+
+
+def test_a_budget_may_move_with_progress() -> None:
+    model = make()
+    policy = by_gain(schedule.once(), Budget(time=schedule.ramp(1.0, 0.5)))
+    shares = []
+    with Session(model, sgd(model), classify, policy, total_steps=20) as session:
+        for k, batch in enumerate(data(20)):
+            session.step(batch)
+            shares.append(session.selection.share("seconds"))
+            assert shares[-1] <= schedule.ramp(1.0, 0.5)(replace(session.progress, step=k)) * 1.051
+    assert shares[0] == 1.0
+    assert shares[-1] < 0.6
+
+
+def test_a_budget_over_a_run_of_unknown_length_is_refused() -> None:
+    model = make()
+    before = snapshot(model)
+    with Session(model, sgd(model), classify, by_gain(schedule.once(), Budget(time=schedule.ramp(1.0, 0.5)))) as session:
+        with pytest.raises(ValueError, match="total_steps"):
+            session.step(data()[0])
+        assert differences(before, snapshot(model)) == []
+
+
+class Switch(nn.Module):
+    """Three branches; the batch says how much each counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.a(x), self.b(x), self.c(x)], dim=1)
+
+
+def weighted(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, weight = batch
+    return (model(x) * weight).sum(dim=1).mean()
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_values_that_turn_bring_a_new_choice(turns: bool) -> None:
+    model = make(Switch)
+    x = torch.ones(4, 4)
+    then, now = torch.tensor([[3.0, 1.0, 0.1]]).expand(4, 3), torch.tensor([[0.1, 1.0, 3.0]]).expand(4, 3)
+    when = schedule.on_drift(0.3, at_least=3)
+    policy = replace(by_gain(when, Budget(macs=0.85)), cost=measure.counted, head=False)
+    with Session(model, torch.optim.SGD(model.parameters(), lr=1e-3), weighted, policy) as session:
+        for _ in range(10):
+            session.step((x, then))
+        assert names(session) == {"a", "b"}
+        assert session.progress.round == 0
+        for _ in range(20):
+            session.step((x, now if turns else then))
+        assert names(session) == ({"b", "c"} if turns else {"a", "b"})
+        assert (session.progress.round > 0) == turns
+
+
+def test_several_probes_are_collected_and_averaged() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)  # stands still, so that probes can be repeated by hand
+    policy = by_gain(schedule.every(steps=4), Budget(time=0.6), batches=3)
+    stream, rounds, values = data(10), [], []
+    with Session(model, optimizer, classify, policy) as session:
+        for batch in stream:
+            session.step(batch)
+            rounds.append(session.progress.round)
+            values.append(session.selection.values)
+    # At once from one batch, again when three are in; then every four steps, from the next three batches.
+    assert rounds == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
+    fresh = make()
+    candidates = tuple(Unit(n, (Part(f"{n}.weight"), Part(f"{n}.bias"))) for n in values[0])
+
+    def by_hand(*batches: Batch) -> dict[str, float]:
+        probes = [score.probe(policy.signal, fresh, optimizer_of(fresh), classify, b, candidates) for b in batches]
+        return {unit.name: max(sum(p[unit] for p in probes) / len(probes), 0.0) for unit in candidates}
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-30)
+
+    assert values[0] == pytest.approx(by_hand(stream[0]))
+    assert values[2] == pytest.approx(by_hand(*stream[:3]))
+    assert values[8] == pytest.approx(by_hand(*stream[6:9]))
+
+
+# ---------------------------------------------------------------- fit
+
+
+def test_fit_is_the_loop_over_epochs() -> None:
+    ends: list[Any] = []
+    seen: list[int] = []
+    for fit in (True, False):
+        model = make(Normed)
+        optimizer = adamw(model)
+        policy = on_steady_device(recipes.elastic_layers(time=0.8, when=schedule.every(epochs=1)))
+        torch.manual_seed(1)
+        with Session(model, optimizer, classify, policy, steps_per_epoch=None if fit else 4) as session:
+            if fit:
+                means = session.fit(data(4), epochs=3, on_step=lambda progress, value: seen.append(progress.step))
+                assert seen == list(range(1, 13))
+                assert session.progress.fraction == 1.0
+            else:
+                losses = [[session.step(batch) for batch in data(4)] for _ in range(3)]
+                means = [float(torch.stack(epoch).mean()) for epoch in losses]
+            assert session.progress.round == 2
+            ends.append([snapshot(model, optimizer), means, session.selection])
+    assert differences(*ends) == []
+
+
+def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    class Enough(Exception):
+        pass
+
+    def session_of(seed: int) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
+        model = make(Normed, seed)
+        optimizer = adamw(model)
+        policy = on_steady_device(recipes.random(time=0.8, when=schedule.every(steps=3)))
+        return Session(model, optimizer, classify, policy, accumulate=2), model, optimizer
+
+    whole, model, optimizer = session_of(0)
+    torch.manual_seed(1)
+    whole.fit(data(8), epochs=3)
+    assert whole.progress.step == 12
+    expected = snapshot(model, optimizer)
+
+    def stop(progress: Any, _: object) -> None:
+        if progress.step == 6 and not (tmp_path / "run.pt").exists():
+            first.save(tmp_path / "run.pt")
+            raise Enough
+
+    first, _, _ = session_of(0)
+    torch.manual_seed(1)
+    with first, pytest.raises(Enough):
+        first.fit(data(8), epochs=3, on_step=stop)
+    second, model, optimizer = session_of(5)
+    second.load(tmp_path / "run.pt")
+    second.fit(data(8), epochs=3)
+    assert second.progress.step == 12
+    assert differences(expected, snapshot(model, optimizer)) == []
+    assert second.fit(data(8), epochs=3) == []  # done is done
+
+
+def test_fit_with_fewer_batches_than_a_step_takes() -> None:
+    model = make()
+    with (
+        Session(model, sgd(model), classify, fixed("head.*"), accumulate=4) as session,
+        pytest.raises(ValueError, match="3 batches"),
+    ):
+        session.fit(data(3), epochs=2)
+
+
+# ---------------------------------------------------------------- log, checkpoint
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_log_tells_the_whole_run(tmp_path: Path) -> None:
+    model, log = make(), tmp_path / "run.jsonl"
+    policy = on_steady_device(recipes.random(time=0.7, when=schedule.every(steps=3)))
+    losses = []
+    with Session(model, sgd(model), classify, policy, log=log) as session:
+        for batch in data(7):
+            losses.append(float(session.step(batch)))
+        last = session.selection
+    told = lines(log)
+    events = [line["event"] for line in told]
+    assert events == ["start", "round", *["step"] * 3, "round", *["step"] * 3, "round", "step", "end"]
+    steps = [line for line in told if line["event"] == "step"]
+    assert [line["loss"] for line in steps] == pytest.approx(losses)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["round"] for line in steps] == [0, 0, 0, 1, 1, 1, 2]
+    assert all(line["seconds"] >= 0 for line in steps)
+    start, final = told[0], [line for line in told if line["event"] == "round"][-1]
+    assert start["policy"] == "random"
+    assert start["units"]["head"] == ["head.weight", "head.bias"]
+    assert start["full"]["macs"] == last.full.macs
+    assert [unit["name"] for unit in final["units"]] == [unit.name for unit in last.units]
+    assert final["cost"]["seconds"] <= final["limit"]["seconds"]
+    assert (told[-1]["step"], told[-1]["round"]) == (7, 2)
+
+
+def test_an_own_loop_is_logged_too_without_losses(tmp_path: Path) -> None:
+    model = make()
+    optimizer = sgd(model)
+    with Session(model, optimizer, classify, fixed("head.*"), log=tmp_path / "run.jsonl") as session:
+        for batch in data(2):
+            session.before_step(batch)
+            plain_step(model, optimizer, classify, batch)
+    steps = [line for line in lines(tmp_path / "run.jsonl") if line["event"] == "step"]
+    assert [(line["step"], line["loss"]) for line in steps] == [(1, None), (2, None)]
+
+
+def test_a_torn_log_is_mended_when_the_run_goes_on(tmp_path: Path) -> None:
+    log, saved = tmp_path / "run.jsonl", tmp_path / "run.pt"
+    model = make()
+    session = Session(model, sgd(model), classify, fixed("head.*"), log=log)
+    session.step(data()[0])
+    session.save(saved)
+    with open(log, "a") as file:
+        file.write('{"event": "step", "st')  # the power went
+    model = make()
+    with Session(model, sgd(model), classify, fixed("head.*"), log=log) as session:
+        session.load(saved)
+        session.step(data()[1])
+    told = [line["event"] for line in lines(log)]
+    assert told[:2] == ["start", "round"]
+    assert told[-3:] == ["resume", "step", "end"]
+
+
+def test_a_checkpoint_is_never_ahead_of_the_log(tmp_path: Path) -> None:
+    model, log = make(), tmp_path / "run.jsonl"
+    with Session(model, sgd(model), classify, fixed("head.*"), log=log) as session:
+        for batch in data(3):
+            session.step(batch)
+        session.save(tmp_path / "run.pt")
+        # If the run dies now, whoever resumes it begins with step 4: the first three must be told already.
+        assert [line["step"] for line in lines(log) if line["event"] == "step"] == [1, 2, 3]
+
+
+def test_an_interrupted_save_leaves_the_old_checkpoint_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    saved = tmp_path / "run.pt"
+    with Session(model, sgd(model), classify, fixed("head.*")) as session:
+        session.step(data()[0])
+        session.save(saved)
+        old, then = saved.read_bytes(), snapshot(model)["weights"]
+        session.step(data()[1])
+
+        def fail(*_: object) -> None:
+            raise OSError("the power went")
+
+        for moment in ("fsync", "replace"):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, moment, fail)
+                with pytest.raises(OSError, match="the power went"):
+                    session.save(saved)
+            assert saved.read_bytes() == old
+            assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+        session.load(saved)
+        assert session.progress.step == 1
+        assert differences(then, snapshot(model)["weights"]) == []
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model = make()
+    saved = tmp_path / "run.pt"
+    with Session(model, sgd(model), classify, fixed("head.*")) as session:
+        session.step(data()[0])
+        session.save(saved)
+        saved.write_bytes(saved.read_bytes()[:-200])
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="not a whole checkpoint"):
+            session.load(saved)
+        with pytest.raises(FileNotFoundError):
+            session.load(tmp_path / "nothing.pt")
+        assert differences(before, snapshot(model)) == []
+
+
+def test_the_checkpoint_of_another_model_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    other = make(Normed)
+    with Session(other, sgd(other), classify, fixed("head.*")) as session:
+        session.step(data()[0])
+        session.save(tmp_path / "other.pt")
+    model = make()
+    optimizer = sgd(model)
+    with Session(model, optimizer, classify, fixed("head.*")) as session:
+        before = snapshot(model, optimizer)
+        with pytest.raises((ValueError, RuntimeError)):
+            session.load(tmp_path / "other.pt")
+        assert differences(before, snapshot(model, optimizer)) == []
+
+
+# ---------------------------------------------------------------- the user's objects
+
+
+def test_the_users_objects_stay_what_they_are() -> None:
+    model = make(Normed)
+    optimizer = adamw(model)
+
+    def look() -> list[Any]:
+        hooks = [
+            [len(value) for name, value in sorted(vars(module).items()) if name.endswith("hooks")] for module in model.modules()
+        ]
+        on_params = [param._backward_hooks for param in model.parameters()]
+        kinds = [type(module) for module in model.modules()], type(optimizer), type(model.forward), type(optimizer.step)
+        return [list(model.state_dict()), kinds, hooks, on_params, [id(param) for param in model.parameters()]]
+
+    groups = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    before = look()
+    policy = by_gain(schedule.every(steps=1), Budget(time=0.8))
+    with Session(model, optimizer, classify, policy) as session:
+        for batch in data(3):
+            session.step(batch)
+            assert look() == before
+            copy.deepcopy(model), copy.deepcopy(optimizer)  # both can still be copied
+            assert len(optimizer.state_dict()["param_groups"][0]["params"]) == len(groups)
+    assert look() == before
+    assert groups == [id(param) for group in optimizer.param_groups for param in group["params"]]
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("where", ["loss", "body"])
+def test_leaving_by_an_exception_restores_flags_and_modes(where: str) -> None:
+    model = make(Normed)
+    model.a.bias.requires_grad_(False)
+    before, broken = snapshot(model), []
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        if broken:
+            raise ZeroDivisionError
+        return classify(model, batch)
+
+    optimizer = sgd(model)
+    with pytest.raises(ZeroDivisionError), Session(model, optimizer, loss, fixed("head.*")) as session:
+        session.step(data()[0])
+        assert not model.norm_a.training
+        assert not model.b.weight.requires_grad
+        if where == "loss":
+            broken.append(True)
+            session.step(data()[1])
+        raise ZeroDivisionError
+    after = snapshot(model)
+    assert differences([before["flags"], before["modes"]], [after["flags"], after["modes"]]) == []
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_loss_that_raised_once_spends_no_step() -> None:
+    model, broken = make(), [True]
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        value = classify(model, batch)
+        if session.progress.step == 1 and broken:
+            broken.clear()
+            raise ZeroDivisionError
+        return value
+
+    with Session(model, sgd(model), loss, fixed("head.*")) as session:
+        session.step(data()[0])
+        before = snapshot(model)["weights"]
+        with pytest.raises(ZeroDivisionError):
+            session.step(data()[1])
+        assert session.progress.step == 1
+        assert differences(before, snapshot(model)["weights"]) == []
+        session.step(data()[1])
+        assert session.progress.step == 2
+
+
+def test_another_optimizer_may_take_over() -> None:
+    model = make()
+    old, new = sgd(model), adamw(model)
+    with Session(model, old, classify, fixed("head.*", head=True)) as session:
+        session.step(data()[0])
+        session.optimizer = new
+        assert session.optimizer is new
+        assert not old._optimizer_step_post_hooks
+        before = snapshot(model)["weights"]
+        session.step(data()[1])
+        assert set(new.state) == {model.head.weight, model.head.bias}
+        assert not torch.equal(before["head.weight"], model.head.weight)
+        chosen, was = session.selection, flags(model)
+        with pytest.raises(ValueError, match="no param group"):
+            session.optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+        assert session.optimizer is new
+        assert (session.selection, flags(model)) == (chosen, was)
+    assert not new._optimizer_step_post_hooks
+
+
+def test_an_optimizer_that_was_emptied_is_noticed() -> None:
+    model = make()
+    optimizer = sgd(model)
+    with Session(model, optimizer, classify, fixed("head.*")) as session:
+        session.step(data()[0])
+        before, was = snapshot(model)["weights"], flags(model)
+        groups = list(optimizer.param_groups)
+        optimizer.param_groups.clear()
+        with pytest.raises(ValueError, match="no param group"):
+            session.step(data()[1])
+        assert flags(model) == was
+        optimizer.param_groups.extend(groups)
+        assert differences(before, snapshot(model)["weights"]) == []
+        session.step(data()[1])
+        assert session.progress.step == 2
+
+
+# ---------------------------------------------------------------- what is refused, and survived
+
+
+def no_sample() -> Batch:
+    return torch.zeros(0, 6), torch.zeros(0, dtype=torch.long)
+
+
+def not_a_number() -> Batch:
+    images, labels = data()[0]
+    return images * math.nan, labels
+
+
+def all_of(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(model)
+
+
+def without_head(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.a.parameters(), lr=0.1)
+
+
+def two_numbers(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(batch[0]).mean(dim=0)
+
+
+def detached(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return classify(model, batch).detach()
+
+
+GAIN = by_gain(schedule.once(), Budget(time=0.8))
+REFUSED_AT_THE_FIRST_STEP: dict[str, dict[str, Any]] = {
+    "budget below the floor": {"policy": by_gain(schedule.once(), Budget(time=0.05)), "error": BudgetError, "says": "floor"},
+    "two budgets, one below its floor": {
+        "policy": recipes.pliant(time=0.9, memory="1B"),
+        "error": BudgetError,
+        "says": "memory",
+    },
+    "energy": {"policy": by_gain(schedule.once(), Budget(energy=0.5)), "error": BudgetError, "says": "joules"},
+    "empty batch": {"batch": no_sample(), "error": ValueError, "says": "batch is empty"},
+    "not in the optimizer": {"optimizer": without_head, "error": ValueError, "says": "no param group"},
+    "unknown unit": {"policy": fixed("nowhere.*"), "error": ValueError, "says": "no unit matches 'nowhere"},
+    "unknown always": {"policy": replace(GAIN, always=("nowhere",)), "error": ValueError, "says": "no unit matches 'nowhere'"},
+    "NaN loss": {"batch": not_a_number(), "error": ProbeError, "says": "nan"},
+    "epochs, but how many steps": {
+        "policy": on_steady_device(recipes.elastic_trainer()),
+        "error": ValueError,
+        "says": "steps_per_epoch",
+    },
+    "loss is not a scalar": {"loss": two_numbers, "error": ValueError, "says": "scalar"},
+    "loss without gradient": {"loss": detached, "error": ValueError, "says": "no gradient can flow"},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_AT_THE_FIRST_STEP)
+def test_a_first_step_that_is_refused_changes_nothing(what: str) -> None:
+    row = REFUSED_AT_THE_FIRST_STEP[what]
+    model = make(Normed)
+    optimizer = row.get("optimizer", all_of)(model)
+    before = snapshot(model, optimizer)
+    with Session(model, optimizer, row.get("loss", classify), on_steady_device(row.get("policy", GAIN))) as session:
+        with pytest.raises(row["error"], match=row["says"]):
+            session.step(row.get("batch", data()[0]))
+        after = snapshot(model, optimizer)
+        assert differences({**before, "modes": None}, {**after, "modes": None}) == []
+        with pytest.raises(RuntimeError, match="nothing is chosen yet"):
+            _ = session.selection
+    assert differences(before, snapshot(model, optimizer)) == []
+
+
+@pytest.mark.parametrize("what", REFUSED_AT_THE_FIRST_STEP)
+def test_a_first_step_that_is_refused_leaves_norms_in_their_mode(what: str) -> None:
+    row = REFUSED_AT_THE_FIRST_STEP[what]
+    model = make(Normed)
+    optimizer = row.get("optimizer", all_of)(model)
+    session = Session(model, optimizer, row.get("loss", classify), on_steady_device(row.get("policy", GAIN)))
+    with pytest.raises(row["error"]):
+        session.step(row.get("batch", data()[0]))
+    assert all(module.training for module in model.modules())
+
+
+REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
+    "engine": ({"engine": "steam"}, "engine='steam'"),
+    "cache": ({"cache": {}}, "cache"),
+    "norm": ({"norm": "sometimes"}, "norm='sometimes'"),
+    "accumulate": ({"accumulate": 0}, "accumulate=0"),
+    "profile": ({"profile": os.devnull}, "not a whole Pliant profile"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_AT_ONCE)
+def test_a_session_that_is_refused_leaves_nothing_behind(what: str) -> None:
+    arguments, says = REFUSED_AT_ONCE[what]
+    model = make(Normed)
+    optimizer = sgd(model)
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match=says):
+        Session(model, optimizer, classify, GAIN, **arguments)
+    assert differences(before, snapshot(model, optimizer)) == []
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_no_trainable_parameter() -> None:
+    model = make().requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        Session(model, sgd(model), classify, GAIN)
+
+
+def floors(message: str) -> Iterator[tuple[str, float, str]]:
+    for kind, share, amount, unit in re.findall(r"Use (\w+)>=([\d.]+) \(([\d.e+-]+) (\w+)\)", message):
+        yield kind, float(share), f"{amount}{unit}"
+
+
+@pytest.mark.parametrize("model_name", ZOO)
+@pytest.mark.parametrize("as_share", [True, False])
+def test_the_floor_that_an_error_names_works(model_name: str, as_share: bool) -> None:
+    model, loss, batch = ZOO[model_name].make()
+    policy = on_steady_device(recipes.elastic_trainer(time=0.01, when=schedule.once()))
+    with Session(model, sgd(model), loss, policy) as session:
+        with pytest.raises(BudgetError) as refused:
+            session.step(batch)
+        ((kind, share, amount),) = floors(str(refused.value))
+        session.budget = Budget(**{kind: share if as_share else amount})
+        session.step(batch)
+        assert session.selection.share("seconds") <= share + 1e-9
+        with pytest.raises(BudgetError):
+            session.budget = Budget(**{kind: share - 0.002})  # and it is the floor
+
+
+@pytest.mark.parametrize("floor", [1.2344e-3, 1.2344, 1.2346e-5])
+def test_a_floor_named_with_its_unit_works_too(floor: float) -> None:
+    profile = Profile((Charge("dW w", Cost(floor / 2), ("w",)), Charge("dW v", Cost(floor), ("v",))), Cost(floor / 2))
+    policy = Policy(units.tensors(), score.nearness(), steady, solve.knapsack(), budget=Budget(time="1us"), head=False)
+    values = {Unit(name, (Part(name),)): 1.0 for name in ("w", "v")}
+    with pytest.raises(BudgetError) as refused:
+        plan(policy, profile, values)
+    ((_, _, amount),) = floors(str(refused.value))
+    chosen = plan(replace(policy, budget=Budget(time=amount)), profile, values)
+    assert [unit.name for unit in chosen.units] == ["w"]
+
+
+def test_a_later_probe_without_a_finite_loss_keeps_the_choice(tmp_path: Path) -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy, log = by_gain(schedule.every(steps=2), Budget(time=0.7)), tmp_path / "run.jsonl"
+    with Session(model, optimizer, classify, policy, log=log) as session:
+        for batch in data(2):
+            session.step(batch)
+        chosen, was = session.selection, flags(model)
+        session.before_step(not_a_number())
+        assert (session.selection, flags(model)) == (chosen, was)
+        for batch in data(4)[2:]:
+            session.step(batch)
+        assert session.progress.round == 1  # the next probe that is due is taken again
+    notes = [line["text"] for line in lines(log) if line["event"] == "note"]
+    assert len(notes) == 1
+    assert "probe skipped" in notes[0]
+
+
+def test_a_gradient_that_is_not_a_number_rules_out_its_unit_alone() -> None:
+    model = make()
+    model.layers[1].bias.register_hook(lambda grad: grad * math.nan)
+    policy = by_gain(schedule.once(), Budget(time=1.0))
+    with Session(model, sgd(model), classify, policy) as session:
+        session.step(data()[0])
+        assert "layers.1" not in names(session)
+        assert {"head", "layers.0", "layers.3"} <= names(session)
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
+
+
+def test_a_profile_holds_for_its_batch_and_device(tmp_path: Path) -> None:
+    model = make()
+    profile = steady(model, sgd(model), classify, data()[0])
+    profile.save(tmp_path / "profile.json")
+    elsewhere = replace(profile, origin={**profile.origin, "device": "cpu: Raspberry Pi 4"})
+    before = snapshot(model)
+
+    def opened(given: Profile | Path, batch: Batch, **how: Any) -> set[str]:
+        with Session(model, sgd(model), classify, GAIN, profile=given, **how) as session:
+            session.before_step(batch)
+            return names(session)
+
+    small = data(1, size=4)[0]
+    for given, batch, says in ((profile, small, "batch 8"), (elsewhere, data()[0], "Raspberry Pi 4")):
+        with pytest.raises(ProfileMismatch, match=says):
+            opened(given, batch)
+        assert differences(before, snapshot(model)) == []
+    assert opened(profile, data()[0]) == opened(tmp_path / "profile.json", data()[0])
+    assert opened(elsewhere, small, allow_mismatch=True)
+
+
+def test_a_given_profile_spares_the_measurement() -> None:
+    model = make()
+    profile = steady(model, sgd(model), classify, data()[0])
+
+    def measured(*_: object) -> Profile:
+        raise AssertionError("measured, though a profile was given")
+
+    with Session(model, sgd(model), classify, replace(GAIN, cost=measured), profile=profile) as session:
+        session.step(data()[0])
+        assert session.profile is profile
+
+
+def test_a_closed_session_does_nothing_more() -> None:
+    model = make()
+    session = Session(model, sgd(model), classify, GAIN)
+    session.step(data()[0])
+    session.close()
+    session.close()
+    before = snapshot(model)
+    for ask in (session.step, session.before_step, lambda batch: session.fit([batch], epochs=9)):
+        with pytest.raises(RuntimeError, match="closed"):
+            ask(data()[1])
+    assert differences(before, snapshot(model)) == []
+
+
+def test_a_session_closed_within_a_step_does_nothing_more() -> None:
+    model = make()
+    session = Session(model, sgd(model), classify, GAIN, accumulate=2)
+    session.step(data()[0])
+    session.close()
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="closed"):
+        session.step(data()[1])
+    assert differences(before, snapshot(model)) == []
+
+
+def test_state_of_something_else_is_refused() -> None:
+    model, other = make(), make(Normed)
+    with Session(model, sgd(model), classify, GAIN) as session, Session(other, sgd(other), classify, GAIN) as another:
+        another.step(data()[0])
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="not the state of a Pliant session"):
+            session.load_state_dict({"format": "something/1"})
+        with pytest.raises(ValueError, match="another model"):
+            session.load_state_dict(another.state_dict())
+        assert differences(before, snapshot(model)) == []

@@ -1,0 +1,400 @@
+"""The solvers equal brute force, keep every limit, and never get worse when a limit grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, problems
+
+from pliant.solve import Problem, Solver, cycle, fixed, greedy, knapsack, milp, sample
+
+TIE = 1e-6  # HiGHS calls two values equal below this share of the largest one
+
+
+def at(given_: Problem, *limits: float) -> Problem:
+    return replace(given_, limits=np.array(limits, float))
+
+
+def names(given_: Problem, chosen: np.ndarray) -> str:
+    return "".join(name for name, taken in zip(given_.names, chosen, strict=True) if taken)
+
+
+def keeps(given_: Problem, chosen: np.ndarray) -> bool:
+    return bool(np.all(given_.cost(chosen) <= given_.limits * (1 + 1e-9)))
+
+
+def columns(chain: Problem) -> int:
+    """So many bins that a bin is exactly 1, the unit of the prices: the table then rounds nothing."""
+    rows = chain.needed & ~chain.needed[:, chain.always].any(axis=1, keepdims=True)
+    return int(chain.price[0, rows[:, chain.free].sum(axis=1) == 1].sum())
+
+
+def random_chain(seed: int, units: int, limits: int = 1) -> Problem:
+    rng = np.random.default_rng(seed)
+    price = rng.lognormal(0, 1, (limits, 2 * units))
+    return problem(rng.lognormal(0, 1, units), chain_rows(units), price, price.sum(axis=1) / 2)
+
+
+def random_graph(seed: int, units: int, limits: int = 1) -> Problem:
+    rng = np.random.default_rng(seed)
+    rows = graph_rows(units, [*range(units), *rng.integers(0, units, units).tolist()], rng.integers(0, 32, 2 * units).tolist())
+    price = rng.lognormal(0, 1, (limits, 2 * units))
+    return problem(rng.lognormal(0, 1, units), rows, price, price.sum(axis=1) / 2)
+
+
+# ---------------------------------------------------------------- the judge
+
+
+def test_a_charge_is_due_once() -> None:
+    shared = problem([1, 1, 1], [[1, 1, 0], [0, 0, 1]], [[5, 2]], [9])
+    assert shared.cost(np.array([True, True, False])).tolist() == [5]
+    assert shared.cost(np.array([True, True, True])).tolist() == [7]
+    assert shared.cost(np.zeros(3, bool)).tolist() == [0]
+
+
+def test_a_choice_fits_only_if_every_limit_holds() -> None:
+    two = problem([1], [[1]], [[5], [2]], [5, 2])
+    one = np.array([True])
+    assert two.fits(one)
+    assert not at(two, 4.99, 2).fits(one)
+    assert not at(two, 5, 1.99).fits(one)
+
+
+# ---------------------------------------------------------------- equals brute force
+
+
+@laws(1000)
+@given(problems("chain"))
+def test_knapsack_is_the_best_on_chains(chain: Problem) -> None:
+    chosen = knapsack()(chain)
+    assert chain.value(chosen) == brute_force(chain)
+    assert keeps(chain, chosen)
+
+
+@laws(1000)
+@given(problems("graph"))
+def test_knapsack_is_the_best_on_graphs(graph: Problem) -> None:
+    chosen = knapsack()(graph)
+    assert graph.value(chosen) == brute_force(graph)
+    assert keeps(graph, chosen)
+
+
+@laws(1000)
+@given(problems("chain", least=10, lowest_value=1, lowest_price=1))
+def test_the_table_is_the_best_on_chains_when_it_rounds_nothing(chain: Problem) -> None:
+    bins = columns(chain)
+    assert bins < 2 ** len(chain.free), "so few units are enumerated and never see the table"
+    chosen = knapsack(bins)(chain)
+    assert chain.value(chosen) == brute_force(chain)
+    assert keeps(chain, chosen)
+
+
+@laws(300)
+@given(problems("chain", least=10, lowest_value=1, lowest_price=1), st.integers(20, 1000))
+def test_rounding_costs_the_table_at_most_a_column_per_unit(chain: Problem, bins: int) -> None:
+    chosen = knapsack(bins)(chain)
+    less = chain.limits[0] - len(chain.free) * columns(chain) / bins
+    if less >= chain.cost(chain.always)[0]:
+        assert chain.value(chosen) >= brute_force(at(chain, less))
+    assert chain.value(chosen) <= brute_force(chain)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_table_equals_branch_and_bound_on_longer_chains(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    units = int(rng.integers(14, 40))
+    price = rng.integers(1, 100, (1, 2 * units))
+    chain = problem(rng.integers(1, 1000, units), chain_rows(units), price, [price.sum() * rng.uniform(0.2, 0.9)])
+    table, exact = chain.value(knapsack(columns(chain))(chain)), chain.value(milp()(chain))
+    assert table == pytest.approx(exact, rel=TIE)
+
+
+@laws(1000)
+@given(problems("graph", limits=3))
+def test_milp_is_the_best_on_graphs_under_several_limits(graph: Problem) -> None:
+    chosen = milp()(graph)
+    assert graph.value(chosen) == pytest.approx(brute_force(graph), abs=TIE * 20)
+    assert keeps(graph, chosen)
+
+
+@laws(200)
+@given(problems("chain", limits=2))
+def test_milp_is_the_best_on_chains(chain: Problem) -> None:
+    assert chain.value(milp()(chain)) == pytest.approx(brute_force(chain), abs=TIE * 20)
+
+
+@pytest.mark.parametrize("over", [1e-7, 5e-7, 2e-6])
+def test_milp_prefers_what_fits_to_what_almost_fits(over: float) -> None:
+    """A better choice that misses the limit by less than HiGHS can see must not hide the best one that keeps it."""
+    almost = problem([3.0, 2.0, 2.9], np.eye(3), [[1 + over, 0.5, 0.5], [1, 1, 1]], [1, 2])
+    assert names(almost, milp()(almost)) == "bc"
+    close = problem([3.0, 2.9, 0.5], np.eye(3), [[1 + over, 1, 1], [1, 1, 1]], [1, 1])
+    assert names(close, milp()(close)) == "b"
+
+
+# ---------------------------------------------------------------- never over a limit
+
+
+@st.composite
+def uneven(draw: st.DrawFn) -> Problem:
+    """Prices of very different sizes, whose sums are not exact."""
+    shape, units = draw(st.sampled_from(["chain", "graph"])), draw(st.integers(1, 18))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    rows = chain_rows(units) if shape == "chain" else random_graph(int(rng.integers(10**6)), units).needed
+    price = rng.lognormal(-7, draw(st.sampled_from([0.1, 1.0, 4.0])), (1, len(rows)))
+    limit = price.sum() * draw(st.floats(0, 1))
+    return problem(rng.normal(0.5, 1, units), rows, price, [limit])
+
+
+@laws(400)
+@given(uneven(), st.sampled_from([1, 2, 7, 100, 10_000]))
+def test_knapsack_keeps_the_limit_with_any_bins(uneven: Problem, bins: int) -> None:
+    assert keeps(uneven, knapsack(bins)(uneven))
+
+
+SOLVERS = {
+    "milp": milp(),
+    "milp, one node": milp(nodes=1),
+    "greedy": greedy(),
+    "greedy by ratio": greedy("ratio"),
+    "greedy in order": greedy("order", stop=True),
+    "sample": sample(),
+    "sample three": sample(3),
+    "cycle": cycle(2),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_every_solver_keeps_every_limit(name: str) -> None:
+    for seed in range(12):
+        graph = random_graph(seed, units=15, limits=1 + seed % 2)
+        for share in (0.0, 0.1, 0.4, 0.8, 1.0):
+            given_ = at(graph, *(share * graph.price.sum(axis=1)))
+            assert keeps(given_, SOLVERS[name](given_))
+
+
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(1000), milp(), greedy(), sample(), cycle()])
+def test_what_is_always_chosen_stays(solver: Solver) -> None:
+    for seed in range(6):
+        graph = replace(random_graph(seed, units=16), always=np.arange(16) % 5 == 2)
+        given_ = at(graph, graph.cost(graph.always)[0] * 1.2)
+        assert solver(given_)[graph.always].all()
+
+
+# ---------------------------------------------------------------- value never falls when a limit grows
+
+
+@pytest.mark.parametrize("solver", [knapsack(50), knapsack(), milp()], ids=["coarse", "fine", "milp"])
+@pytest.mark.parametrize("units", [8, 12, 24])
+@pytest.mark.parametrize("make", [random_chain, random_graph])
+def test_value_never_falls_when_a_limit_grows(make: type, units: int, solver: Solver) -> None:
+    for seed in range(2):
+        given_ = make(seed, units)
+        best = -np.inf
+        for limit in np.linspace(0, given_.price.sum(), 40):
+            value = given_.value(solver(at(given_, limit)))
+            assert value >= best - TIE * given_.values.max()
+            best = max(best, value)
+        assert best == pytest.approx(given_.values.sum())
+
+
+@laws(100)
+@given(problems("graph", least=8, lowest_value=1), st.integers(2, 200), st.integers(1, 20))
+def test_value_of_the_table_never_falls_by_one_step_either(graph: Problem, bins: int, more: int) -> None:
+    less, wider = knapsack(bins)(graph), knapsack(bins)(at(graph, graph.limits[0] + more))
+    assert graph.value(wider) >= graph.value(less)
+
+
+def test_the_table_takes_what_fits_on_a_branch() -> None:
+    """Two branches that share little: one unit alone is cheap, whatever the table thinks of the way to it."""
+    units = 20
+    rows = np.concatenate([np.eye(units, dtype=bool), np.ones((1, units), bool), [np.arange(units) % 7 != 0]])
+    price = [[1.0] * units + [1.0, 50.0]]
+    branch = problem([1.0] * 7 + [100.0] + [1.0] * 12, rows, price, [2.5])
+    assert names(branch, knapsack()(branch)) == "h"
+
+
+# ---------------------------------------------------------------- everything of positive value
+
+
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(10), milp(), greedy(), greedy("ratio")])
+@pytest.mark.parametrize("units", [5, 20])
+def test_a_full_budget_chooses_everything_of_positive_value(units: int, solver: Solver) -> None:
+    for seed in range(5):
+        graph = random_graph(seed, units)
+        values = np.where(np.arange(units) % 3 == 1, -graph.values, graph.values)
+        values[0] = 0.0
+        given_ = replace(at(graph, graph.price.sum()), values=values)
+        assert solver(given_).tolist() == (values > 0).tolist()
+
+
+def test_without_limits_everything_of_positive_value_is_chosen() -> None:
+    free = problem([1, -1, 2], np.eye(3), np.zeros((0, 3)), [])
+    for solver in (knapsack(), milp(), greedy()):
+        assert names(free, solver(free)) == "ac"
+
+
+def test_what_costs_nothing_is_chosen_on_any_budget() -> None:
+    gift = problem([1, 1, 1], [[1, 0, 0], [0, 0, 1]], [[4, 2]], [0])
+    for solver in (knapsack(), milp(), greedy()):
+        assert names(gift, solver(gift)) == "b"
+
+
+def test_units_that_only_share_a_way_have_no_price_of_their_own() -> None:
+    """The table has nothing to divide into columns here; large limits must not overflow it."""
+    rows = np.triu(np.ones((20, 20), bool))
+    rows[-1] = rows[-2]
+    shared = problem([1.0] * 20, rows, [[1e8] * 20], [9.5e8])
+    assert int(knapsack()(shared).sum()) == 9
+
+
+# ---------------------------------------------------------------- two budgets at once
+
+
+def test_milp_keeps_two_budgets_at_once() -> None:
+    two = problem([10, 6, 6, 1], np.eye(4), [[5, 2, 2, 1], [1, 4, 4, 1]], [5, 8])
+    assert names(two, milp()(two)) == "bc"
+    assert names(two, milp()(at(two, 5, 7))) == "a"
+    assert names(two, milp()(at(two, 9, 8))) == "abd"
+    assert names(two, milp()(at(two, 1, 1))) == "d"
+
+
+def test_knapsack_refuses_two_budgets() -> None:
+    with pytest.raises(ValueError, match=r"knapsack\(\) keeps one budget at a time; use milp\(\)"):
+        knapsack()(problem([1], [[1]], [[1], [1]], [0, 0]))
+
+
+# ---------------------------------------------------------------- the plain solvers
+
+
+def plain(limit: float, **more: int) -> Problem:
+    """Five units, no sharing: values 1, 9, 4, 6, −2 at prices 1, 9, 1, 3, 1."""
+    return problem([1, 9, 4, 6, -2], np.eye(5), [[1, 9, 1, 3, 1]], [limit], **more)
+
+
+def test_greedy_goes_by_value_or_ratio_or_order() -> None:
+    assert names(plain(9), greedy()(plain(9))) == "b"
+    assert names(plain(9), greedy("ratio")(plain(9))) == "acd"
+    assert names(plain(9), greedy("order")(plain(9))) == "acde", "in order, values are not looked at"
+
+
+def test_greedy_can_stop_at_the_first_that_does_not_fit() -> None:
+    assert names(plain(5), greedy("value")(plain(5))) == "acd"
+    assert names(plain(5), greedy("value", stop=True)(plain(5))) == ""
+    assert names(plain(5), greedy("order", stop=True)(plain(5))) == "a"
+
+
+def test_greedy_refuses_an_unknown_order() -> None:
+    with pytest.raises(ValueError, match=r"greedy\(by='size'\): choose 'value', 'ratio' or 'order'"):
+        greedy("size")
+
+
+def test_fixed_takes_what_matches_and_what_is_always_chosen() -> None:
+    assert names(plain(5), fixed("b", "[d-e]")(plain(5))) == "bde"
+    kept = replace(plain(5), always=np.array([True, False, False, False, False]))
+    assert names(kept, fixed("c")(kept)) == "ac"
+
+
+def test_fixed_refuses_a_glob_that_matches_nothing() -> None:
+    with pytest.raises(ValueError, match=r"no unit matches 'head\.\*'\. Units here: a, b, c, d, … \(5\)\."):
+        fixed("a", "head.*")(plain(5))
+
+
+def test_sample_differs_by_round_and_seed_and_repeats_otherwise() -> None:
+    def draws(seed: int) -> list[str]:
+        rounds = [random_chain(0, 20)] * 8
+        return [names(p, sample(5)(replace(p, round=r, seed=seed))) for r, p in enumerate(rounds)]
+
+    assert draws(0) == draws(0)
+    assert draws(0) != draws(1)
+    assert len(set(draws(0))) > 4
+
+
+def test_sample_takes_every_unit_sooner_or_later_and_no_more_than_asked() -> None:
+    seen: set[str] = set()
+    for r in range(30):
+        drawn = names(plain(15), sample(2)(replace(plain(15), round=r)))
+        assert len(drawn) == 2
+        seen |= set(drawn)
+    assert seen == set("abcde")
+
+
+def test_sample_fills_the_budget() -> None:
+    for r in range(10):
+        drawn = replace(plain(6), round=r)
+        chosen = sample()(drawn)
+        left = 6 - drawn.cost(chosen)[0]
+        assert not any(price <= left for price, taken in zip(drawn.price[0], chosen, strict=True) if not taken)
+
+
+def rounds(solver: Solver, given_: Problem, count: int) -> list[str]:
+    return [names(given_, solver(replace(given_, round=r))) for r in range(count)]
+
+
+def test_cycle_goes_around() -> None:
+    assert rounds(cycle(), plain(15), 6) == ["a", "b", "c", "d", "e", "a"]
+    assert rounds(cycle(2), plain(15), 4) == ["ab", "cd", "ae", "bc"]
+    assert rounds(cycle(9), plain(15), 1) == ["abcde"]
+
+
+def test_cycle_passes_over_what_is_always_chosen_and_what_does_not_fit() -> None:
+    kept = replace(plain(5), always=np.array([False, False, True, False, False]))
+    assert rounds(cycle(), kept, 4) == ["ac", "c", "cd", "ce"]
+    everything = replace(plain(15), always=np.ones(5, bool))
+    assert rounds(cycle(), everything, 1) == ["abcde"]
+
+
+BAD: Sequence[tuple[str, object]] = (
+    ("knapsack", lambda: knapsack(0)),
+    ("sample", lambda: sample(0)),
+    ("cycle", lambda: cycle(0)),
+    ("milp", lambda: milp(gap=-0.1)),
+    ("milp", lambda: milp(nodes=0)),
+)
+
+
+@pytest.mark.parametrize(("name", "make"), BAD)
+def test_numbers_that_make_no_sense_are_refused_at_once(name: str, make: Solver) -> None:
+    with pytest.raises(ValueError, match=name):
+        make()  # type: ignore[call-arg]
+
+
+# ---------------------------------------------------------------- determinism
+
+
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(100), *SOLVERS.values()])
+def test_same_problem_same_answer(solver: Solver) -> None:
+    for limits in (1, 2):
+        graph = random_graph(3, units=18, limits=limits)
+        if limits == 2 and solver not in SOLVERS.values():
+            continue
+        first = solver(graph)
+        assert solver(replace(graph, values=graph.values.copy(), price=graph.price.copy())).tolist() == first.tolist()
+
+
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(100), *SOLVERS.values(), fixed("a")])
+def test_a_solver_leaves_its_problem_alone(solver: Solver) -> None:
+    graph = random_graph(4, units=18)
+    before = [getattr(graph, part).copy() for part in ("values", "needed", "price", "limits", "always")]
+    solver(graph)
+    for part, was in zip(("values", "needed", "price", "limits", "always"), before, strict=True):
+        assert np.array_equal(getattr(graph, part), was)
+
+
+def test_milp_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Some versions of HiGHS leave lines on the standard output; these problems used to bring them out."""
+    for make, units, seed, share in [(random_chain, 50, s, 0.2) for s in range(6)] + [(random_graph, 50, s, 0.5) for s in range(6)]:
+        given_ = make(seed, units)
+        milp()(at(given_, share * given_.price.sum()))
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == ""
+
+
+def test_bits_name_positions() -> None:
+    assert bits(np.array([True, False, True])) == 0b101

@@ -1,0 +1,235 @@
+"""What can be chosen: tensors, layers, blocks and norms of every model of the zoo."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zoo import ZOO
+
+from pliant import Part, Unit, units
+from pliant.graph import Graph, read
+
+
+@cache
+def graph_of(name: str) -> Graph:
+    model, loss, batch = ZOO[name].make()
+    return read(model, loss, batch)
+
+
+def graph_for(model: nn.Module, *shape: int) -> Graph:
+    return read(model, lambda m, x: m(x).square().mean(), torch.zeros(*shape))
+
+
+def names(found: tuple[Unit, ...]) -> list[str]:
+    return [unit.name for unit in found]
+
+
+def members(found: tuple[Unit, ...]) -> dict[str, set[str]]:
+    return {unit.name: set(unit.params) for unit in found}
+
+
+def kinds() -> dict[str, units.Units]:
+    return {"tensors": units.tensors(), "layers": units.layers(), "blocks": units.blocks()}
+
+
+# ---------------------------------------------------------------- laws
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("case", ZOO)
+def test_every_parameter_is_in_exactly_one_unit(case: str, kind: str) -> None:
+    graph = graph_of(case)
+    found = kinds()[kind](graph)
+    assert sorted(param for unit in found for param in unit.params) == sorted(graph.params)
+    assert len(set(names(found))) == len(found)
+    assert all(part.dim is None and part.index is None for unit in found for part in unit.parts)
+
+
+@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("case", ZOO)
+def test_units_come_nearest_the_loss_first(case: str, kind: str) -> None:
+    graph = graph_of(case)
+    order = graph.order()
+    deepest = [max(order.get(param, len(graph.nodes)) for param in unit.params) for unit in kinds()[kind](graph)]
+    assert deepest == sorted(deepest)
+
+
+@pytest.mark.parametrize("case", ZOO)
+def test_what_the_loss_does_not_reach_comes_last(case: str) -> None:
+    graph = graph_of(case)
+    found = names(units.tensors()(graph))
+    assert set(found[len(found) - len(graph.unused) :]) == set(graph.unused)
+
+
+@pytest.mark.parametrize("case", ZOO)
+def test_frozen_parameters_cannot_be_chosen(case: str) -> None:
+    assert not set(ZOO[case].frozen) & {param for unit in units.tensors()(graph_of(case)) for param in unit.params}
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def test_tensors_are_named_like_their_parameter() -> None:
+    assert units.tensors("last.*")(graph_of("unused")) == (
+        Unit("last.weight", (Part("last.weight"),)),
+        Unit("last.bias", (Part("last.bias"),)),
+    )
+
+
+def test_order_is_that_of_running_not_of_registration() -> None:
+    assert names(units.layers()(graph_of("misordered"))) == ["a_last", "c_middle", "b_first"]
+
+
+def test_include_and_exclude() -> None:
+    graph = graph_of("branches")
+    assert names(units.tensors("*.bias", exclude=["blocks.*", "side.*"])(graph)) == ["head.bias"]
+    assert names(units.tensors(["head.*", "side.*"], "*.weight")(graph)) == ["head.bias", "side.bias"]
+    assert members(units.layers(exclude="*.bias")(graph))["side"] == {"side.weight"}
+    assert names(units.blocks(exclude="head.*")(graph)) == ["side", "blocks.1", "blocks.0"]
+
+
+@pytest.mark.parametrize("kind", [units.tensors, units.layers])
+def test_a_glob_that_matches_nothing_is_an_error(kind: units.Units) -> None:
+    with pytest.raises(ValueError, match=r"no parameter matches 'layer1\.\*'\. Parameters here: .*\(4\)"):
+        kind("layer1.*")(graph_of("thrice"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no parameter matches 'layer1"):
+        kind("*", "layer1.*")(graph_of("thrice"))  # type: ignore[arg-type,call-arg]
+
+
+def test_nothing_left_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing is left to choose from"):
+        units.tensors("inner.*", "*")(graph_of("thrice"))
+
+
+# ---------------------------------------------------------------- layers
+
+
+def test_a_layer_is_weight_bias_and_the_norm_that_follows() -> None:
+    assert members(units.layers()(graph_of("conv_net"))) == {
+        "10": {"10.weight", "10.bias"},
+        "6": {"6.weight", "6.bias"},
+        "3": {"3.weight", "4.weight", "4.bias"},
+        "0": {"0.weight", "1.weight", "1.bias"},
+    }
+
+
+def test_a_norm_joins_its_own_branch() -> None:
+    found = members(units.layers()(graph_of("branches")))
+    assert found["blocks.1.conv"] == {"blocks.1.conv.weight", "blocks.1.norm.weight", "blocks.1.norm.bias"}
+    assert found["blocks.1.shortcut"] == {"blocks.1.shortcut.weight", "blocks.1.shortcut.bias"}
+
+
+def test_a_norm_that_follows_no_layer_stands_alone() -> None:
+    found = members(units.layers()(graph_of("transformer")))
+    for norm in ("norm", "layers.0.norm1", "layers.0.norm2", "layers.1.norm1"):
+        assert found[norm] == {f"{norm}.weight", f"{norm}.bias"}
+    assert members(units.layers()(graph_of("tied")))["norm"] == {"norm.weight", "norm.bias"}  # an activation lies between
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)), (6, 5)),
+        (nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)), (6, 3, 5)),  # a view lies between
+        (nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)), (6, 3, 4, 4)),
+        (nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.BatchNorm2d(4)), (6, 3, 4, 4)),
+        pytest.param(
+            nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, affine=True)),
+            (6, 3, 8),
+            marks=pytest.mark.xfail(strict=True, reason="its parameters are repeated per sample, and Repeat is no carrier"),
+        ),
+    ],
+    ids=["layer norm", "layer norm on tokens", "group norm", "batch norm", "instance norm"],
+)
+def test_every_kind_of_norm_joins_its_layer(model: nn.Module, shape: tuple[int, ...]) -> None:
+    assert members(units.layers()(graph_for(model, *shape))) == {"0": {"0.weight", "0.bias", "1.weight", "1.bias"}}
+
+
+def test_bare_parameters_are_layers_by_their_own_name() -> None:
+    assert names(units.layers()(graph_of("functional"))) == ["scale", "v", "shift", "w"]
+    assert members(units.layers()(graph_of("custom")))["w"] == {"w"}
+
+
+def test_a_tied_weight_stands_where_it_is_needed_last() -> None:
+    assert names(units.layers()(graph_of("tied"))) == ["norm", "mix", "embed"]
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def test_repeated_blocks_are_found() -> None:
+    found = members(units.blocks()(graph_of("branches")))
+    assert list(found) == ["head", "side", "blocks.1", "blocks.0"]
+    assert found["blocks.0"] == {name for name in graph_of("branches").params if name.startswith("blocks.0.")}
+    assert names(units.blocks()(graph_of("transformer"))) == ["classifier", "norm", "layers.1", "layers.0", "position", "embed"]
+
+
+def test_blocks_can_be_named() -> None:
+    graph = graph_of("transformer")
+    found = members(units.blocks("layers.*.attention")(graph))
+    assert found["layers.0.attention"] == {name for name in graph.params if name.startswith("layers.0.attention.")}
+    assert found["layers.0.up"] == {"layers.0.up.weight", "layers.0.up.bias"}
+    outermost = names(units.blocks("layers.?", "layers.*.attention")(graph))
+    assert outermost == ["classifier", "norm", "layers.1", "layers.0", "position", "embed"]
+
+
+def test_an_unknown_block_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no module matches 'encoder\.\*'"):
+        units.blocks("encoder.*")(graph_of("transformer"))
+
+
+def test_without_repetition_blocks_are_layers() -> None:
+    for case in ("conv_net", "misordered", "functional", "checkpointed"):
+        assert units.blocks()(graph_of(case)) == units.layers()(graph_of(case))
+
+
+class Stages(nn.Module):
+    """Blocks that are plain containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.stages(x))
+
+
+@pytest.mark.xfail(strict=True, reason="the container of the containers is of their class, too, and takes everything")
+def test_repeated_containers_are_blocks_where_nothing_better_is() -> None:
+    assert names(units.blocks()(graph_for(Stages(), 6, 5))) == ["stages.1", "stages.0"]
+
+
+# ---------------------------------------------------------------- norms
+
+
+def test_norms_are_scales_and_shifts_beside_the_head() -> None:
+    assert set(names(units.norms()(graph_of("conv_net")))) == {
+        "1.weight",
+        "1.bias",
+        "4.weight",
+        "4.bias",
+        "10.weight",
+        "10.bias",
+    }
+    assert set(names(units.norms()(graph_of("tied")))) == {"norm.weight", "norm.bias", "embed.weight"}
+    assert set(names(units.norms()(graph_of("thrice")))) == {"out.weight", "out.bias"}
+    assert all(len(unit.parts) == 1 for unit in units.norms()(graph_of("transformer")))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(), nn.RMSNorm(4)], ids=["written by hand", "of torch"])
+def test_norms_are_known_by_class_where_the_operation_does_not_tell(norm: nn.Module) -> None:
+    graph = graph_for(nn.Sequential(nn.Linear(5, 4), norm, nn.Linear(4, 4)), 6, 5)
+    assert "1.weight" in names(units.norms()(graph))
