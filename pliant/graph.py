@@ -10,6 +10,7 @@ import bisect
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,23 +30,40 @@ CARRIERS = frozenset((
 # fmt: on
 
 
+# Products keep each factor for the gradient of the other: the inputs in whose favour they keep, in the order of keeping.
+KEPT_FOR = {"Mm": (0, 1), "Bmm": (0, 1), "Mul": (0, 1), "Addmm": (2, 1), "Baddbmm": (2, 1)}
+BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
+_CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
+
+
 @dataclass(frozen=True)
 class Node:
     """One operation of the backward pass.
 
-    `params` are the parameters it computes a gradient for, in the order of its inputs; `data` are the nodes further from
-    the loss that wait for its input gradient. A `carrier` only hands a parameter's gradient on (a transpose, a cast, a
-    view). `macs` and `outputs` (elements) are its forward's; `saves` lists (storage, bytes) kept for backward.
+    `inputs` says, for each input of the forward operation, what waits for its gradient: a parameter (by name, also through
+    transposes, casts and views), a node further from the loss (by index), or nothing. A `carrier` only hands a parameter's
+    gradient on. A function written in Python computes all its gradients whatever is asked for: `whole`. `macs` and `outputs`
+    (elements) are its forward's. `saves` lists (storage, bytes, input for whose gradient it is kept, or None) for backward.
     """
 
     op: str
     module: str
-    params: tuple[str, ...] = ()
-    data: tuple[int, ...] = ()
+    inputs: tuple[str | int | None, ...] = ()
     carrier: bool = False
+    whole: bool = False
     macs: int = 0
     outputs: int = 0
-    saves: tuple[tuple[int, int], ...] = ()
+    saves: tuple[tuple[int, int, int | None], ...] = ()
+
+    @cached_property
+    def params(self) -> tuple[str, ...]:
+        """The parameters that it computes a gradient for."""
+        return tuple(dict.fromkeys(i for i in self.inputs if isinstance(i, str)))
+
+    @cached_property
+    def data(self) -> tuple[int, ...]:
+        """The nodes further from the loss that wait for its input gradient."""
+        return tuple(dict.fromkeys(i for i in self.inputs if isinstance(i, int)))
 
 
 @dataclass(frozen=True)
@@ -144,38 +162,33 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     with recorder:
         value = compute_loss(model, loss, batch)
     live = walk(value)
+    recorder.settle(live)
     index = {node: i for i, node in enumerate(live)}
 
     carried: dict[Any, str] = {}  # autograd node → the parameter whose gradient it hands on
+
+    def waiting(node: Any) -> str | int | None:
+        """What waits for the gradient that flows into an autograd node."""
+        return carried.get(node) or names.get(getattr(node, "variable", None)) or index.get(node)
+
     for node in reversed(live):
         after = [following for following, _ in node.next_functions if following is not None]
-        if _op(node) in CARRIERS and len(after) == 1:
-            param = carried.get(after[0]) or names.get(getattr(after[0], "variable", None))
-            if param is not None:
-                carried[node] = param
+        if op_name(node) in CARRIERS and len(after) == 1 and isinstance(waiting(after[0]), str):
+            carried[node] = str(waiting(after[0]))
 
     nodes = []
     for node in live:
-        sequence = node._sequence_nr()
-        at, data = [], []
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            param = carried.get(following) or names.get(getattr(following, "variable", None))
-            if param is not None:
-                at.append(param)
-            elif following in index:
-                data.append(index[following])
-        used = tuple(dict.fromkeys(at))
+        inputs = tuple(None if following is None else waiting(following) for following, _ in node.next_functions)
+        params_here = [i for i in inputs if isinstance(i, str)]
         nodes.append(
             Node(
-                _op(node),
-                owner(used[0]) if used else recorder.module(sequence),
-                used,
-                tuple(dict.fromkeys(data)),
+                op_name(node),
+                owner(params_here[0]) if params_here else recorder.module(node._sequence_nr()),
+                inputs,
                 node in carried,
+                isinstance(node, torch.autograd.function.BackwardCFunction),
                 *recorder.work(node),
-                tuple(recorder.saved.get(sequence, ())),
+                recorder.saves(node, inputs),
             )
         )
     reached = {param for node in nodes for param in node.params}
@@ -186,12 +199,18 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         tuple(name for name in params if name not in reached),
         kinds,
         _head(nodes, params),
-        tuple(sorted({node.op for node in nodes if node.params and not node.carrier and not node.outputs})),
+        tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
         sum(macs for ran in recorder.ran.values() for _, macs, _ in ran),
     )
 
 
-def _op(node: Any) -> str:
+def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
+    """Whether a node has a matrix to train and no MACs, and is not known to have none."""
+    cheap = node.carrier or node.macs or node.op in _CHEAP or "Norm" in node.op
+    return not cheap and any(params[name].dim() > 1 for name in node.params)
+
+
+def op_name(node: Any) -> str:
     """An autograd node's name without namespace, 'Backward' and version: 'ConvolutionBackward0' → 'Convolution'."""
     name: str = node.name().rpartition("::")[2].rstrip("0123456789")
     return name.removesuffix("Backward")
@@ -225,7 +244,7 @@ class _Recorder:
         self._stack: list[str] = [""]
         self._alive: list[torch.Tensor] = []  # a saved storage must not be freed and its address used again
         standing = [*model.parameters(), *model.buffers(), *batches.tensors(batch)]
-        self._free = {_storage(tensor)[0] for tensor in standing}
+        self._standing = {_storage(tensor)[0] for tensor in standing}
 
     def __enter__(self) -> _Recorder:
         self._handles: list[Any] = []
@@ -255,11 +274,18 @@ class _Recorder:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key, size = _storage(tensor)
-        if key not in self._free:
-            self.saved.setdefault(_sequence() - 1, []).append((key, size))
+        self.saved.setdefault(_sequence() - 1, []).append((key, 0 if key in self._standing else size))
         kept = tensor.detach()  # detached: an output that its own node keeps would be a cycle
         self._alive.append(kept)
         return kept
+
+    def settle(self, live: Sequence[Any]) -> None:
+        """An in-place operation that keeps its input copies it first, under the next number: bring that home."""
+        ops = {node._sequence_nr(): op_name(node).lower() for node in live}
+        for sequence, ran in list(self.ran.items()):
+            if sequence not in ops and any(name == ops.get(sequence - 1) for name, _, _ in ran):
+                self.ran.setdefault(sequence - 1, []).extend(ran)
+                self.saved.setdefault(sequence - 1, []).extend(self.saved.pop(sequence, []))
 
     def work(self, node: Any) -> tuple[int, int]:
         """MACs and output elements of a node's forward.
@@ -270,9 +296,16 @@ class _Recorder:
         ran = self.ran.get(node._sequence_nr(), [])
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return sum(macs for _, macs, _ in ran), max((outputs for _, _, outputs in ran), default=0)
-        op = _op(node).lower()
+        op = op_name(node).lower()
         mine = [(macs, outputs) for name, macs, outputs in ran if name == op] or [(0, outputs) for _, _, outputs in ran]
         return mine[0] if mine else (0, 0)
+
+    def saves(self, node: Any, inputs: Sequence[Any]) -> tuple[tuple[int, int, int | None], ...]:
+        """What a node keeps that would not be there anyway, each with the input for whose gradient it is kept."""
+        found = self.saved.get(node._sequence_nr(), [])
+        favoured = [i for i in KEPT_FOR.get(op_name(node), ()) if node.next_functions[i][0] is not None]
+        known = len(favoured) == len(found)
+        return tuple((key, size, favoured[k] if known else None) for k, (key, size) in enumerate(found) if size)
 
     def module(self, sequence: int) -> str:
         at = bisect.bisect_right(self._events, sequence, key=lambda event: event[0]) - 1

@@ -18,10 +18,10 @@ from torch.autograd.graph import GradientEdge
 
 from pliant import batches
 from pliant.apply import sandbox, scratch, scratch_step
-from pliant.graph import Graph, Loss, compute_loss, read, trainable, walk
+from pliant.graph import BIAS, Graph, Loss, Node, compute_loss, op_name, read, trainable, walk
 from pliant.types import Charge, Cost, Profile
 
-_WEIGHT_ONLY = ("Addmm", "Mm", "Linear")  # these keep their input for the weight's gradient alone
+_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
 _ATTENTION = 2.5  # backward of fused attention: dQ, dK, dV, dP and the scores once more, against two products forward
 _MOST_SLOTS = 3
 
@@ -83,7 +83,7 @@ def kept_bytes(model: nn.Module, loss: Loss, batch: Any) -> int:
     """
     with sandbox(model):
         graph = read(model, loss, batch)
-    return sum(dict(saved for node in graph.nodes for saved in node.saves).values())
+    return sum({storage: size for node in graph.nodes for storage, size, _ in node.saves}.values())
 
 
 # ---------------------------------------------------------------- graph + times → charges
@@ -116,12 +116,13 @@ def _profile(graph: Graph, state: Mapping[str, int], where: dict[str, Any], time
     # What is kept for backward stands first, since a charge may only point to later ones.
     keepers: dict[int, tuple[int, list[int], list[str]]] = {}
     for i, node in enumerate(graph.nodes):
-        for storage, size in node.saves:
+        for storage, size, favoured in node.saves:
             _, nodes, params = keepers.setdefault(storage, (size, [], []))
-            if node.op in _WEIGHT_ONLY and node.params:
-                params.append(max(node.params, key=lambda p: graph.params[p]))
-            else:
-                nodes.append(i)
+            waiting = i if favoured is None else node.inputs[favoured]
+            if isinstance(waiting, str):
+                params.append(waiting)
+            elif waiting is not None:
+                nodes.append(waiting)
     after_params = len(keepers) + len(graph.params)
     at = [after_params + n for n in _first_charges(graph, times)]
     for size, nodes, params in keepers.values():
@@ -148,28 +149,39 @@ def _first_charges(graph: Graph, times: _Times) -> list[int]:
 
 
 def _node_charges(graph: Graph, i: int, times: _Times, at: Sequence[int]) -> list[Charge]:
-    """A node's charges: to run at all; its input gradient; each parameter's gradient; what its parameters share."""
+    """A node's charges: to run at all; its input gradients; each parameter's gradient; what its parameters share."""
     node = graph.nodes[i]
     name = f"{node.op} {node.module}".strip()
     upstream = tuple(at[j] for j in node.data)
     if node.carrier:
         return [Charge(name, Cost(float(times.everything[i]) + times.unseen), node.params)]
-    matrix = bool(node.macs)
-    factor = _ATTENTION if node.op.startswith("ScaledDotProduct") else min(len(node.data), 2)
+    if node.whole:
+        macs = node.macs * len(node.params + node.data)
+        return [Charge(name, Cost(float(times.everything[i]) + times.unseen, 0, macs), node.params, upstream)]
     out = [Charge(name, Cost(times.unseen), node.params, upstream)]
-    if node.data:
-        macs = int(node.macs * factor) if matrix else (node.outputs if "Norm" in node.op else 0)
+    if node.data and node.op in _PRODUCTS:
+        for behind in node.data:
+            seconds = float(times.inputs[i]) / len(node.data)
+            out.append(Charge(f"dX {name}", Cost(seconds, 0, _gradient_macs(node, behind)), (), (at[behind],)))
+    elif node.data:
+        attention = int(node.macs * _ATTENTION)
+        macs = attention or _gradient_macs(node, node.data[0])
         out.append(Charge(f"dX {name}", Cost(float(times.inputs[i]), 0, macs), (), upstream))
     if node.params:
         joint = max(float(times.everything[i] - times.inputs[i]), 0.0)
         alone, shared = _split(joint, [times.alone.get((i, p)) for p in node.params])
-        largest = max(node.params, key=lambda p: graph.params[p])
         for param, seconds in zip(node.params, alone, strict=True):
-            macs = node.macs if matrix and param == largest else node.outputs
-            out.append(Charge(f"dW {param}", Cost(seconds, 0, macs), (param,)))
+            out.append(Charge(f"dW {param}", Cost(seconds, 0, _gradient_macs(node, param)), (param,)))
         if len(node.params) > 1:
             out.append(Charge(f"dW shared {name}", Cost(shared), node.params))
     return out
+
+
+def _gradient_macs(node: Node, waiting: str | int) -> int:
+    """MACs of the gradient that one parameter or node behind waits for."""
+    if node.macs and node.inputs.index(waiting) != BIAS.get(node.op):
+        return node.macs
+    return node.outputs if isinstance(waiting, str) or "Norm" in node.op else 0
 
 
 def _split(joint: float, alone: Sequence[float | None]) -> tuple[list[float], float]:
@@ -314,7 +326,7 @@ def _node_seconds(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any
 
 
 def _check_same(graph: Graph, live: Sequence[Any]) -> None:
-    if len(live) != len(graph.nodes):
+    if [node.op for node in graph.nodes] != [op_name(node) for node in live]:
         raise ValueError(
             f"the model's backward graph changes from run to run ({len(graph.nodes)} nodes, then {len(live)}): seconds per "
             f"node would mean nothing. Use cost=measure.counted, or make the forward pass repeat for the same batch and seed."

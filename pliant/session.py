@@ -379,9 +379,7 @@ class Session:
             "step": self._step,
             "round": self._round,
             "last": [self._last.step, self._last.round],
-            "units": [
-                [unit.name, [[p.param, p.dim, list(p.index) if p.index else None] for p in unit.parts]] for unit in self._units
-            ],
+            "units": [unit.to_json() for unit in self._units],
             "profile": self._profile.to_json() if self._profile is not None else None,
             "selection": self._selection.to_json() if self._selection is not None else None,
             "pending": self._pending.to_json() if self._pending is not None else None,

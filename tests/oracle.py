@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -66,7 +67,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         "grads": {name: None if param.grad is None else param.grad.clone() for name, param in params.items()},
         "flags": {name: param.requires_grad for name, param in params.items()},
         "modes": {name: module.training for name, module in model.named_modules()},
-        "random": {"torch": torch.get_rng_state(), "numpy": str(np.random.get_state()), "python": random.getstate()},
+        "random": {"torch": torch.get_rng_state(), "numpy": pickle.dumps(np.random.get_state()), "python": random.getstate()},
     }
     if optimizer is not None:
         names = {param: name for name, param in params.items()}
@@ -93,7 +94,7 @@ def differences(a: Any, b: Any, at: str = "") -> list[str]:
         keys = sorted(set(a) | set(b), key=str)
         missing = object()
         return [d for key in keys for d in differences(a.get(key, missing), b.get(key, missing), f"{at}/{key}")]
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{at}/{i}")]
     return [] if type(a) is type(b) and a == b else [at]
 

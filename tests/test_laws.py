@@ -43,11 +43,15 @@ EXACT = ("pliant", "elastic_trainer", "elastic_layers", "green_trainer")  # solv
 NOT_THERE = {("bias", "functional")}  # no parameter of this model is called bias
 ROWS = [(recipe, model) for recipe in RECIPES for model in ZOO if (recipe, model) not in NOT_THERE]
 table = pytest.mark.parametrize(("recipe", "model_name"), ROWS, ids=[f"{r}-{m}" for r, m in ROWS])
-both_optimizers = pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 
 
 def policy_for(recipe: str, case: Case) -> Policy:
     return on_steady_device(RECIPES[recipe](SHARE.get(case.name, 0.7)))
+
+
+def turn_about(recipe: str, model_name: str, first: Any, second: Any) -> Any:
+    """One for every other row: each recipe and each model meets both."""
+    return (first, second)[(list(RECIPES).index(recipe) + list(ZOO).index(model_name)) % 2]
 
 
 def batch_no(case: Case, k: int) -> Any:
@@ -136,12 +140,10 @@ def test_law_1_value_grows_with_the_limit_until_everything_is_chosen(recipe: str
 # ---------------------------------------------------------------- 2: a step moves what was chosen, as a plain step would
 
 
-@both_optimizers
 @table
-def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(
-    recipe: str, model_name: str, make_optimizer: Callable[..., Any]
-) -> None:
+def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(recipe: str, model_name: str) -> None:
     case = ZOO[model_name]
+    make_optimizer = turn_about(recipe, model_name, sgd, adamw)
     model, loss, batch = case.make()
     optimizer = make_optimizer(model)
     twin = copy.deepcopy(model)
@@ -158,10 +160,9 @@ def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(
             freeze_by_hand(twin, chosen, may_train)
             torch.manual_seed(k)
             expected = plain_step(twin, twin_optimizer, loss, batch)
-            assert torch.equal(value, expected)
-            assert differences(snapshot(twin, twin_optimizer), snapshot(model, optimizer)) == []
-
             after = snapshot(model, optimizer)
+            assert torch.equal(value, expected)
+            assert differences(snapshot(twin, twin_optimizer), after) == []
             for name in set(before["weights"]) - chosen:
                 assert torch.equal(before["weights"][name], after["weights"][name])
                 assert after["grads"][name] is None
@@ -171,7 +172,7 @@ def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(
 # ---------------------------------------------------------------- 3: full is plain training
 
 
-@both_optimizers
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("model_name", ZOO)
 def test_law_3_full_is_plain_pytorch_bit_for_bit(model_name: str, make_optimizer: Callable[..., Any]) -> None:
     case = ZOO[model_name]
@@ -298,16 +299,13 @@ def _run(
 @table
 def test_law_6_stop_and_go_on_is_never_having_stopped(recipe: str, model_name: str, tmp_path: Path) -> None:
     case = ZOO[model_name]
+    stop, way = turn_about(recipe, model_name, (3, "file"), (4, "by hand"))
     through, chosen, session = _run(case, recipe, None, "", tmp_path)
-    again, chosen_again, _ = _run(case, recipe, None, "", tmp_path)
-    assert chosen == chosen_again
-    assert differences(through, again) == []
-    for stop, way in ((3, "file"), (4, "by hand")):
-        resumed, chosen_resumed, other = _run(case, recipe, stop, way, tmp_path)
-        assert chosen_resumed == chosen
-        assert differences(through, resumed) == []
-        assert other.selection == session.selection
-        assert other.progress == session.progress
+    resumed, chosen_resumed, other = _run(case, recipe, stop, way, tmp_path)  # begins anew: also "same seed, same choices"
+    assert chosen_resumed == chosen
+    assert differences(through, resumed) == []
+    assert other.selection == session.selection
+    assert other.progress == session.progress
     if RECIPES[recipe](1.0).when.name != "once":
         assert session.progress.round >= 1  # it did choose again in between
 

@@ -252,6 +252,47 @@ def test_a_step_that_is_half_collected_cannot_be_saved() -> None:
         assert session.state_dict()["step"] == 1
 
 
+def test_going_back_to_a_checkpoint_forgets_a_half_collected_step(tmp_path: Path) -> None:
+    model = make()
+    optimizer, stream = sgd(model), data(4)
+    ends = []
+    with Session(model, optimizer, classify, fixed("head.*"), accumulate=2) as session:
+        session.step(stream[0]), session.step(stream[1])
+        session.save(tmp_path / "run.pt")
+        for astray in (False, True):
+            if astray:
+                session.step(stream[0])
+            session.load(tmp_path / "run.pt")
+            session.step(stream[2]), session.step(stream[3])
+            assert session.progress.step == 2
+            ends.append(snapshot(model, optimizer))
+    assert differences(*ends) == []
+
+
+def test_a_skipped_step_of_an_own_loop_counts_after_a_stop_too(tmp_path: Path) -> None:
+    images, labels = data()[0]
+    progress = []
+    for stop in (False, True):
+        model = make()
+        optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+        session = Session(model, optimizer, classify, fixed("head.*"), scaler=scaler)
+        session.before_step((images, labels))
+        optimizer.zero_grad()
+        scaler.scale(classify(model, (images, labels))).backward()
+        model.head.bias.grad.fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        if stop:
+            session.save(tmp_path / "run.pt")
+            session.close()
+            session = Session(model, optimizer, classify, fixed("head.*"), scaler=scaler)
+            session.load(tmp_path / "run.pt")
+        session.step(data()[1])
+        progress.append(session.progress)
+    assert progress[0] == progress[1]
+    assert progress[0].step == 2
+
+
 def autocast_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return classify(model, batch)
@@ -618,6 +659,15 @@ def test_fit_with_fewer_batches_than_a_step_takes() -> None:
     with (
         Session(model, sgd(model), classify, fixed("head.*"), accumulate=4) as session,
         pytest.raises(ValueError, match="3 batches"),
+    ):
+        session.fit(data(3), epochs=2)
+
+
+def test_fit_with_fewer_batches_than_were_promised() -> None:
+    model = make()
+    with (
+        Session(model, sgd(model), classify, fixed("head.*"), steps_per_epoch=5) as session,
+        pytest.raises(ValueError, match="steps_per_epoch=5"),
     ):
         session.fit(data(3), epochs=2)
 

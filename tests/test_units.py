@@ -203,6 +203,21 @@ def test_repeated_containers_are_blocks_where_nothing_better_is() -> None:
     assert names(units.blocks()(graph_for(Stages(), 6, 5))) == ["stages.1", "stages.0"]
 
 
+class Around(nn.Module):
+    """A block whose halves lie on both sides of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.middle = nn.ModuleDict({"down": nn.Linear(5, 3), "up": nn.Linear(3, 5)}), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer["up"](self.middle(self.outer["down"](x)))
+
+
+def test_a_unit_stands_where_its_deepest_parameter_does() -> None:
+    assert names(units.blocks("outer")(graph_for(Around(), 6, 5))) == ["middle", "outer"]
+
+
 # ---------------------------------------------------------------- norms
 
 
