@@ -136,7 +136,8 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
     optimizer state are not copied: whoever needs a step takes it on a `scratch` optimizer.
     """
     was = found(model)
-    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    buffers = {module: dict(module._buffers) for module in model.modules()}
+    copies = [(b, b.clone()) for held in buffers.values() for b in held.values() if b is not None and not _is_expanded(b)]
     grads = {param: param.grad for param in model.parameters()}
     rng = rng_states()
     try:
@@ -150,13 +151,20 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
         restore_(was)
         for module, flag in was.training.items():
             module.training = flag
+        for module, held in buffers.items():
+            module._buffers.clear()
+            module._buffers.update(held)
         with torch.no_grad():
-            for module, name, buffer, copy in buffers:
-                module._buffers[name] = buffer
+            for buffer, copy in copies:
                 buffer.copy_(copy)
         for param, grad in grads.items():
             param.grad = grad
         set_rng_states(rng)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements share one place in memory: nothing can be written into such a tensor."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def rng_states() -> dict[str, Any]:
@@ -189,15 +197,15 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
 
 
 def scratch(
-    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], dtype: torch.dtype | None = None
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """An optimizer like the user's (class, settings of each parameter's group), with fresh state, over copies of `params`.
 
-    Its `step` is taken from the class: hooks and schedulers that hang on the user's optimizer do not see it.
+    Hooks and schedulers that hang on the user's optimizer do not see it; take its steps with `scratch_step`.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS makes its update from a closure, not from a gradient: its update gain is unknown.")
-    copies = {id(param): nn.Parameter(param.detach().clone()) for param in params}
+    copies = {id(param): nn.Parameter(param.detach().to(dtype or param.dtype, copy=True)) for param in params}
     like = object.__new__(type(optimizer))
     like.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     like.state = defaultdict(dict)
@@ -212,5 +220,8 @@ def scratch(
 
 
 def scratch_step(like: torch.optim.Optimizer) -> None:
-    """One step of a scratch optimizer."""
-    type(like).step(like)  # type: ignore[call-arg]
+    """One step of a scratch optimizer, unseen by hooks that torch holds for all optimizers."""
+    step: Any = type(like).step
+    if getattr(step, "hooked", False):  # torch wraps every optimizer's step to call them
+        step = step.__wrapped__
+    step(like)

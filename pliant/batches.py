@@ -14,20 +14,26 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     """The same structure (tuple, list, dict, named tuple, dataclass, object) with every tensor changed."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
-    if isinstance(batch, (str, bytes, torch.nn.Module)) or batch is None:
+    if isinstance(batch, (str, bytes, type, torch.nn.Module)) or batch is None:
         return batch
     if isinstance(batch, dict):
-        return type(batch)({key: map_tensors(value, change) for key, value in batch.items()})
+        changed = copy.copy(batch)
+        for key, value in batch.items():
+            changed[key] = map_tensors(value, change)
+        return changed
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, change) for value in batch))
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_tensors(value, change) for value in batch)
-    if dataclasses.is_dataclass(batch) or hasattr(batch, "__dict__"):
-        changed = copy.copy(batch)
-        for name, value in vars(batch).items():
-            object.__setattr__(changed, name, map_tensors(value, change))
-        return changed
-    return batch
+    names = (
+        [f.name for f in dataclasses.fields(batch)] if dataclasses.is_dataclass(batch) else list(getattr(batch, "__dict__", ()))
+    )
+    if not names:
+        return batch
+    changed = copy.copy(batch)
+    for name in names:
+        object.__setattr__(changed, name, map_tensors(getattr(batch, name), change))
+    return changed
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:

@@ -37,20 +37,35 @@ def save(
     write_aside(path, content.getvalue())
 
 
-def load(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
-) -> dict[str, Any]:
-    """Fill model, optimizer, scaler and random states from a file; returns the session's state."""
+def read(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A whole checkpoint of this model and optimizer, or an error; nothing is changed yet."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a whole checkpoint: {error}") from error
+    there = {name: tuple(t.shape) for name, t in saved["model"].items() if isinstance(t, torch.Tensor)}
+    here = {name: tuple(t.shape) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    if there != here:
+        name = next(n for n in {**there, **here} if there.get(n) != here.get(n))
+        raise ValueError(
+            f"{os.fspath(path)!r} is of another model: {name!r} is {there.get(name)} there, {here.get(name)} here."
+        )
+    groups = [[len(g["params"]) for g in o["param_groups"]] for o in (saved["optimizer"], optimizer.state_dict())]
+    if groups[0] != groups[1]:
+        raise ValueError(
+            f"{os.fspath(path)!r} is of another optimizer: it has groups of {groups[0]} parameters, not {groups[1]}."
+        )
+    return saved
+
+
+def fill_(
+    saved: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+) -> None:
+    """Give model, optimizer, scaler and random states what a checkpoint holds."""
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     if scaler is not None and saved["scaler"] is not None:
         scaler.load_state_dict(saved["scaler"])
     set_rng_states(saved["random"])
-    session: dict[str, Any] = saved["session"]
-    return session

@@ -12,7 +12,8 @@ Key = TypeVar("Key")
 class Drift:
     """How far the values of the chosen units have turned since the selection: 1 − cos of a mean then and a mean now."""
 
-    settle, keep = 5, 0.8  # steps that make the first mean; share of the old in the moving one
+    every = 4  # steps between two looks: reading numbers off a GPU waits for it
+    settle, keep = 4, 0.8  # looks that make the first mean; share of the old in the moving one
 
     def __init__(self) -> None:
         self.count = 0
@@ -20,7 +21,7 @@ class Drift:
         self.now: dict[str, float] = {}
 
     def see(self, values: Mapping[str, float]) -> None:
-        """Take in the values of one step; a step without gradients, or with one that is not finite, says nothing."""
+        """Take in the values of one look; a step without gradients, or with one that is not finite, says nothing."""
         if not values or not all(math.isfinite(v) for v in values.values()):
             return
         self.count += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 # fmt: off
 CARRIERS = frozenset((
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Slice", "Select", "Unsqueeze",
-    "Squeeze", "Alias", "Clone", "Split", "SplitWithSizes", "Unbind", "AsStrided",
+    "Squeeze", "Alias", "Clone", "Split", "SplitWithSizes", "Unbind", "AsStrided", "Repeat",
 ))
 # fmt: on
 
@@ -149,6 +149,25 @@ def walk(loss: torch.Tensor) -> list[Any]:
     return out
 
 
+def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tuple[tuple[str | int | None, ...], bool]]:
+    """For each node what waits for the gradient of each of its inputs (see `Node.inputs`), and whether it is a carrier."""
+    names: dict[Any, str] = {param: name for name, param in params.items()}
+    index = {node: i for i, node in enumerate(live)}
+    carried: dict[Any, str] = {}  # autograd node → the parameter whose gradient it hands on
+
+    def waiting(node: Any) -> str | int | None:
+        return carried.get(node) or names.get(getattr(node, "variable", None)) or index.get(node)
+
+    for node in reversed(live):
+        after = [waiting(following) for following, _ in node.next_functions if following is not None]
+        if op_name(node) in CARRIERS and len(after) == 1 and isinstance(after[0], str):
+            carried[node] = after[0]
+    return [
+        (tuple(None if following is None else waiting(following) for following, _ in node.next_functions), node in carried)
+        for node in live
+    ]
+
+
 def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     """Run the loss once on a real batch and read its backward graph. Runs no backward.
 
@@ -157,35 +176,25 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     params = trainable(model)
     if not params:
         raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
-    names: dict[Any, str] = {param: name for name, param in params.items()}
     recorder = _Recorder(model, batch)
     with recorder:
         value = compute_loss(model, loss, batch)
     live = walk(value)
+    if any(op_name(node) == "CheckpointFunction" for node in live):
+        raise ValueError(
+            "a reentrant checkpoint hides its part of the backward graph, which then cannot be chosen. "
+            "Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
     recorder.settle(live)
-    index = {node: i for i, node in enumerate(live)}
-
-    carried: dict[Any, str] = {}  # autograd node → the parameter whose gradient it hands on
-
-    def waiting(node: Any) -> str | int | None:
-        """What waits for the gradient that flows into an autograd node."""
-        return carried.get(node) or names.get(getattr(node, "variable", None)) or index.get(node)
-
-    for node in reversed(live):
-        after = [following for following, _ in node.next_functions if following is not None]
-        if op_name(node) in CARRIERS and len(after) == 1 and isinstance(waiting(after[0]), str):
-            carried[node] = str(waiting(after[0]))
-
     nodes = []
-    for node in live:
-        inputs = tuple(None if following is None else waiting(following) for following, _ in node.next_functions)
+    for node, (inputs, carrier) in zip(live, wiring(live, params), strict=True):
         params_here = [i for i in inputs if isinstance(i, str)]
         nodes.append(
             Node(
                 op_name(node),
                 owner(params_here[0]) if params_here else recorder.module(node._sequence_nr()),
                 inputs,
-                node in carried,
+                carrier,
                 isinstance(node, torch.autograd.function.BackwardCFunction),
                 *recorder.work(node),
                 recorder.saves(node, inputs),
@@ -283,7 +292,7 @@ class _Recorder:
         """An in-place operation that keeps its input copies it first, under the next number: bring that home."""
         ops = {node._sequence_nr(): op_name(node).lower() for node in live}
         for sequence, ran in list(self.ran.items()):
-            if sequence not in ops and any(name == ops.get(sequence - 1) for name, _, _ in ran):
+            if sequence not in ops and any(name == f"{ops.get(sequence - 1)}_" for name, _, _ in ran):
                 self.ran.setdefault(sequence - 1, []).extend(ran)
                 self.saved.setdefault(sequence - 1, []).extend(self.saved.pop(sequence, []))
 
@@ -297,7 +306,9 @@ class _Recorder:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return sum(macs for _, macs, _ in ran), max((outputs for _, _, outputs in ran), default=0)
         op = op_name(node).lower()
-        mine = [(macs, outputs) for name, macs, outputs in ran if name == op] or [(0, outputs) for _, _, outputs in ran]
+        mine = [(macs, outputs) for name, macs, outputs in ran if name.rstrip("_") == op] or [
+            (0, outputs) for _, _, outputs in ran
+        ]
         return mine[0] if mine else (0, 0)
 
     def saves(self, node: Any, inputs: Sequence[Any]) -> tuple[tuple[int, int, int | None], ...]:
@@ -322,7 +333,8 @@ class _Counter(TorchDispatchMode):
         first = out[0] if isinstance(out, (tuple, list)) and out else out
         if isinstance(first, torch.Tensor):
             name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
-            work = (name.replace("_", ""), forward_macs(name, args, first), first.numel())
+            plain = name.strip("_").replace("_", "") + "_" * name.endswith("_")  # as in autograd; in-place ones end in _
+            work = (plain, forward_macs(name, args, first), first.numel())
             self.recorder.ran.setdefault(_sequence() - 1, []).append(work)
         return out
 

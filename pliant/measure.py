@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from pliant import batches
 from pliant.apply import sandbox, scratch, scratch_step
-from pliant.graph import BIAS, Graph, Loss, Node, compute_loss, op_name, read, trainable, walk
+from pliant.graph import BIAS, Graph, Loss, Node, compute_loss, op_name, read, trainable, walk, wiring
 from pliant.types import Charge, Cost, Profile
 
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
@@ -69,7 +69,7 @@ def origin(model: nn.Module, batch: Any) -> dict[str, Any]:
     return {
         "device": f"{device.type}: {name}",
         "threads": torch.get_num_threads(),
-        "batch": batches.size(batch) or batches.shapes(batch),
+        "batch": ", ".join("×".join(map(str, shape)) for shape in batches.shapes(batch)),
         "dtype": str(first.dtype).removeprefix("torch.") if first is not None else "none",
         "torch": torch.__version__.split("+")[0],
         "model": hashlib.sha256(signature.encode()).hexdigest()[:12],
@@ -243,10 +243,8 @@ def _time_passes(
     repeats: int,
 ) -> _Times:
     used = [name for name in params if name not in graph.unused]
-    slots = min(max((len(node.params) for node in graph.nodes if not node.carrier), default=0), _MOST_SLOTS)
-    asks: list[list[str] | None] = [None, used]  # None: input gradients alone
-    if slots > 1:
-        asks += [_slot(graph, k) for k in range(slots)]
+    slots = _slots(graph)
+    asks: list[list[str]] = [[], used, *slots]  # none: input gradients alone
     best = np.full((len(asks), len(graph.nodes)), np.inf)
     forward = backward = np.inf
     compute_loss(model, loss, batch)  # warm up
@@ -254,10 +252,10 @@ def _time_passes(
         seconds, value = watch.time(lambda: compute_loss(model, loss, batch))
         forward = min(forward, seconds)
         live = walk(value)
-        _check_same(graph, live)
+        _check_same(graph, live, params)
         roots = _roots(graph, live)
         for k, ask in enumerate(asks):
-            inputs = [*roots, *(params[name] for name in ask or ())]
+            inputs = [*roots, *(params[name] for name in ask)]
             if inputs:
                 best[k] = np.minimum(best[k], _node_seconds(value, inputs, live, watch))
         seconds, _ = watch.time(value.backward)
@@ -268,19 +266,27 @@ def _time_passes(
     best[~np.isfinite(best)] = 0.0
     inputs_alone, everything = np.minimum(best[0], best[1]), best[1]
     alone = {}
-    for k in range(slots if slots > 1 else 0):
+    for k, slot in enumerate(slots):
         for i, node in enumerate(graph.nodes):
-            if not node.carrier and len(node.params) > 1 and k < len(node.params):
+            if len(node.params) > k and len(node.params) > 1 and node.params[k] in slot:
                 alone[i, node.params[k]] = max(float(best[2 + k][i] - inputs_alone[i]), 0.0)
     unseen = max(backward - float(everything.sum()), 0.0)
     coverage = min(float(everything.sum()) / backward, 1.0) if backward > 0 else None
     return _Times(everything, inputs_alone, alone, float(forward), unseen / max(len(graph.nodes), 1), coverage)
 
 
-def _slot(graph: Graph, k: int) -> list[str]:
-    """The k-th parameter of every node that has several (its only one where it has one)."""
-    found = {node.params[min(k, len(node.params) - 1)]: None for node in graph.nodes if node.params and not node.carrier}
-    return list(found)
+def _slots(graph: Graph) -> list[list[str]]:
+    """The first, second, … parameters of the nodes that have several, so that a pass can ask for one of each node's.
+
+    A parameter that stands elsewhere at another place (a tied weight) would ask for two: it is left out.
+    """
+    several = [node for node in graph.nodes if len(node.params) > 1]
+    places: dict[str, set[int]] = {}
+    for node in several:
+        for k, param in enumerate(node.params):
+            places.setdefault(param, set()).add(k)
+    slots = [[param for param, at in places.items() if at == {k}] for k in range(_MOST_SLOTS)]
+    return slots[: max((k + 1 for k, slot in enumerate(slots) if slot), default=0)]
 
 
 def _roots(graph: Graph, live: Sequence[Any]) -> list[GradientEdge]:
@@ -325,8 +331,9 @@ def _node_seconds(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any
     return out
 
 
-def _check_same(graph: Graph, live: Sequence[Any]) -> None:
-    if [node.op for node in graph.nodes] != [op_name(node) for node in live]:
+def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> None:
+    now = [(op_name(node), inputs) for node, (inputs, _) in zip(live, wiring(live, params), strict=True)]
+    if [(node.op, node.inputs) for node in graph.nodes] != now:
         raise ValueError(
             f"the model's backward graph changes from run to run ({len(graph.nodes)} nodes, then {len(live)}): seconds per "
             f"node would mean nothing. Use cost=measure.counted, or make the forward pass repeat for the same batch and seed."

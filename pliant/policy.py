@@ -121,8 +121,9 @@ def _check_floor(problem: Problem, profile: Profile, units: tuple[Unit, ...], li
 
 
 def _say(name: str, amount: float, full: Cost) -> str:
-    """An amount as a share of a full step, and as it is. Floors round up, so that the named floor is one that works."""
+    """An amount as a share of a full step, and as it is. Both round up, so that a floor that is named is one that works."""
     whole = getattr(full, name)
     share = np.ceil(amount / whole * 1000 - 1e-6) / 1000 if whole else float("nan")
-    shown = {"seconds": f"{amount * 1e3:.3g} ms", "bytes": f"{amount / 1e6:.3g} MB", "macs": f"{amount / 1e6:.3g} MMAC"}
-    return f"{share:.3f} ({shown[name]})"
+    unit, size = {"seconds": ("ms", 1e-3), "bytes": ("KB", 1e3), "macs": ("KMAC", 1e3)}[name]
+    digits = 10.0 ** (np.floor(np.log10(amount / size)) - 3) if amount > 0 else 1.0
+    return f"{share:.3f} ({np.ceil(amount / size / digits - 1e-9) * digits:.10g} {unit})"

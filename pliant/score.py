@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pliant import batches
-from pliant.apply import sandbox, scratch, scratch_step
+from pliant.apply import rng_states, sandbox, scratch, scratch_step, set_rng_states
 from pliant.types import Part, ProbeError, Unit
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -85,8 +85,8 @@ def update_gain(cross: bool = True, batches: int = 1, smooth: float = 0.0, hold:
 def fisher() -> Signal:
     """Fisher potential of each output channel: Δ_o = 1/(2N) Σ_n (Σ_d a·g)², a: a module's output, g: its gradient.
 
-    It stands with the module's first parameter, so a layer's is the sum over its modules. A parameter that is used outside its
-    module's forward gets the same from w·g over the whole batch. TinyTrain, arXiv 2307.09988.
+    It stands with the module's first parameter, so a layer's is the sum over its modules. A parameter that no such module owns
+    or that is used outside its module's forward gets the same from w·g over the whole batch. TinyTrain, arXiv 2307.09988.
     """
     return Signal("fisher", lambda seen: _nothing(seen) if seen.potential is None else seen.potential, needs="activation")
 
@@ -170,8 +170,9 @@ def probe(
                 lambda name, grad: tally.add(replace(blank[name], grad=grad, update=lambda: update(name, grad))),
             )
             return tally.values()
-        update = _updater(optimizer, params)
+        update, start = _updater(optimizer, params), rng_states()
         for window in _windows(names, params, signal.hold):
+            set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window}
             for name in names:
                 params[name].requires_grad_(name in chosen)
@@ -190,20 +191,20 @@ def probe(
     return tally.values()
 
 
-def watch(
-    signal: Signal, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], units: Sequence[Unit]
-) -> dict[str, float]:
-    """The values of units from the gradients that stand on their parameters now; nothing runs.
+def watch(params: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> dict[str, float]:
+    """Σ g² of each unit from the gradients that stand on its parameters now: nothing runs but one norm over all of them.
 
-    A signal that does not live on gradients is watched through their squared norm. Empty where there is no gradient.
+    This is what values are watched by between probes; for plain SGD it is the update gain itself, but for the learning
+    rate. Empty where there is no gradient.
     """
-    tally = _Tally(signal if signal.needs == "gradient" else grad_norm(), units)
-    update = _updater(optimizer, params)
-    for name in dict.fromkeys(param for unit in units for param in unit.params):
-        grad = params[name].grad
-        if grad is not None:
-            tally.add(Seen(name, params[name].detach(), grad=grad, update=lambda n=name, g=grad: update(n, g)))  # type: ignore[misc]
-    return {unit.name: value for unit, value in tally.values().items()} if tally.seen else {}
+    grads = {name: params[name].grad for unit in units for name in unit.params}
+    there = {name: grad for name, grad in grads.items() if grad is not None}
+    if not there:
+        return {}
+    norms = torch._foreach_norm(list(there.values()))
+    squares = torch.stack([norm.float().square().to(norms[0].device) for norm in norms]).tolist()
+    square = dict(zip(there, squares, strict=True))
+    return {unit.name: sum(square.get(name, 0.0) for name in unit.params) for unit in units}
 
 
 class _Tally:
@@ -222,11 +223,7 @@ class _Tally:
         with torch.no_grad():
             worth = self._signal.worth(seen)
             for i, part in self._parts.get(seen.name, ()):
-                self._found.append((i, _of_part(worth, part).double() * weight))
-
-    @property
-    def seen(self) -> bool:
-        return bool(self._found)
+                self._found.append((i, _of_part(worth, part, seen.weight.shape).double() * weight))
 
     def values(self) -> dict[Unit, float]:
         totals = [0.0] * len(self._units)
@@ -238,11 +235,16 @@ class _Tally:
         return dict(zip(self._units, (t if math.isfinite(t) else math.nan for t in totals), strict=True))
 
 
-def _of_part(worth: torch.Tensor, part: Part) -> torch.Tensor:
+def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
+    """The worth of a slice. What is not told apart along its dimension is spread evenly."""
     if part.dim is None or part.index is None:
         return worth.sum()
-    others = [d for d in range(worth.dim()) if d != part.dim]
-    along = worth.sum(dim=others) if others else worth
+    if worth.shape == shape:
+        along = worth.sum(dim=[d for d in range(worth.dim()) if d != part.dim]) if worth.dim() > 1 else worth
+    elif worth.dim() == 1 and len(worth) == shape[part.dim]:
+        along = worth
+    else:
+        return worth.sum() * (len(part.index) / shape[part.dim])
     return along[list(part.index)].sum()
 
 
@@ -266,7 +268,9 @@ def _stream(
 
     handles = [param.register_post_accumulate_grad_hook(hook(name)) for name, param in params.items()]
     try:
-        _backward(_finite_loss(model, loss, batch), scale)
+        value = _finite_loss(model, loss, batch)
+        if value.requires_grad:  # into these parameters alone: the loss may have some of its own
+            torch.autograd.backward(value * scale if scale != 1.0 else value, inputs=list(params.values()))
     finally:
         for handle in handles:
             handle.remove()
@@ -282,17 +286,13 @@ def _finite_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
     return value
 
 
-def _backward(value: torch.Tensor, scale: float) -> None:
-    if value.requires_grad:
-        (value * scale if scale != 1.0 else value).backward()  # type: ignore[no-untyped-call]
-
-
 def _updater(
     optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]
 ) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """(name, gradient) → the Δw of the user's optimizer with a fresh state.
 
-    One path for every optimizer: its own `step` on a copy of the parameter. 0.1 ms per tensor, and right by construction.
+    One path for every optimizer: its own `step` on a copy of the parameter. 0.1 ms per tensor, and right by construction. The
+    copy has double precision, or a small update would drown in the rounding of a large weight.
     """
     grouped = {id(param) for group in optimizer.param_groups for param in group["params"]}
 
@@ -300,8 +300,9 @@ def _updater(
         param = params[name]
         if id(param) not in grouped:  # the optimizer would not move it
             return torch.zeros_like(grad)
-        like, (copy,) = scratch(optimizer, [param])
-        copy.grad = grad.to(copy.dtype)
+        precise = torch.float32 if param.device.type == "mps" else torch.float64
+        like, (copy,) = scratch(optimizer, [param], precise)
+        copy.grad = grad.to(precise)
         scratch_step(like)
         return copy.detach() - param.detach()
 
@@ -330,7 +331,8 @@ def _probe_activations(
     """One pass that squares Σ a·g per sample and channel at the output of every module with parameters of its own."""
     params = {name: param for name, param in model.named_parameters() if name in blank}
     name_of = {param: name for name, param in params.items()}
-    own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in model.modules()}
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _LAYERS)]
+    own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in layers}
     own = {module: names for module, names in own.items() if names}
     sums: dict[nn.Module, torch.Tensor] = {}  # (samples, channels), over all uses of the module
     through_modules: set[str] = set()
@@ -365,7 +367,10 @@ def _probe_activations(
         tally.add(replace(blank[own[module][0]], potential=total.square().sum(dim=0) / (2 * total.shape[0])))
 
 
+# Modules whose output is their parameters' doing: channels second, or channels last.
+_CHANNELS_SECOND = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
+_LAYERS = (*_CHANNELS_SECOND, nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+
+
 def _channel_dim(module: nn.Module, out: torch.Tensor) -> int:
-    """Where a module's output has its channels: second for convolutions and batch norms, last for most others."""
-    by_channel = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
-    return 1 if isinstance(module, by_channel) else out.dim() - 1
+    return 1 if isinstance(module, _CHANNELS_SECOND) else out.dim() - 1

@@ -80,7 +80,6 @@ class Session:
         if not self._params:
             raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
         self._optimizer = optimizer
-        self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
         self._begun: Any = None  # the mark at which a step began that is not counted yet
         self._found = found(model)
         self._norms = Norms(model, norm)
@@ -99,6 +98,7 @@ class Session:
         self._log = RunLog(log)
         self._seconds: deque[tuple[Any, Any]] = deque(maxlen=100)
         self._closed = False
+        self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
 
     # ------------------------------------------------------------ what the user reads
 
@@ -166,6 +166,7 @@ class Session:
 
         `ids` names the samples of the batch for a feature cache; the plain engine has none and does not look at it.
         """
+        self._check_open()
         if self._micro == 0:
             self.before_step(batch)
             self._optimizer.zero_grad(set_to_none=True)
@@ -184,8 +185,7 @@ class Session:
 
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; then the caller's own forward, backward and step follow."""
-        if self._closed:
-            raise RuntimeError("this session is closed: the model is as it was found. Open another one.")
+        self._check_open()
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
         if (
@@ -194,17 +194,30 @@ class Session:
             self._count_step(self._begun)
         if batches.size(batch) == 0:
             raise ValueError("the batch is empty: its tensors have no samples. Skip it, or use drop_last in the loader.")
-        if not self._units:
-            self._look(batch)
-        self._choose(batch)
+        try:
+            if not self._units:
+                self._look(batch)
+            self._choose(batch)
+        except BaseException:
+            if self._selection is None:  # the probe held norms for a choice that did not come about
+                self._norms.release_()
+            raise
         check_in_groups(self._params, self._optimizer, self.selection.params)
         self._norms.hold_(self._params, self.selection.params)
         self._begun = self._watch.mark()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this session is closed: the model is as it was found. Open another one.")
+
     def fit(self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None) -> list[float]:
         """Train for `epochs` passes over a loader; a resumed session goes on where it stopped. Mean loss of each epoch."""
         if self.steps_per_epoch is None:
-            self.steps_per_epoch = max(len(loader) // self.accumulate, 1)
+            self.steps_per_epoch = len(loader) // self.accumulate
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    f"the loader has {len(loader)} batches, and accumulate={self.accumulate} takes more for one step."
+                )
         if self.total_steps is None:
             self.total_steps = epochs * self.steps_per_epoch
         means = []
@@ -215,8 +228,12 @@ class Session:
                 losses.append(self.step(batch))
                 if on_step is not None:
                     on_step(self.progress, losses[-1])
-            if losses:
-                means.append(float(torch.stack(losses).float().mean()))
+            if self._step < (epoch + 1) * self.steps_per_epoch:
+                raise ValueError(
+                    f"the loader ended after {done + len(losses)} batches, but steps_per_epoch={self.steps_per_epoch} with "
+                    f"accumulate={self.accumulate} needs {self.steps_per_epoch * self.accumulate}."
+                )
+            means.append(float(torch.stack(losses).float().mean()))
         return means
 
     def _checked_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -249,8 +266,8 @@ class Session:
         self._step += 1
         self._seconds.append((start, self._watch.mark()))
         self._log.step(self._step, self._round, value, partial(self._elapsed, self._seconds[-1]))
-        if self.policy.when.watches:
-            self._drift.see(score.watch(self.policy.signal, self._optimizer, self._params, self.selection.units))
+        if self.policy.when.watches and self._step % Drift.every == 0:
+            self._drift.see(score.watch(self._params, self.selection.units))
 
     # ------------------------------------------------------------ choosing
 
@@ -343,6 +360,8 @@ class Session:
         check_in_groups(self._params, self._optimizer, selection.params)
         if self._undo is not None:
             self._undo.keep({name: self._params[name] for name in selection.params})
+            if self.policy.state == "drop":
+                self._undo.keep_dropped({n: p for n, p in self._params.items() if n not in selection.params})
         self._log.flush()
         measured = self.measured_seconds
         apply_(self._params, self._optimizer, selection.params, self.policy.state)
@@ -373,6 +392,8 @@ class Session:
         """
         if self._micro:
             raise RuntimeError(f"{self._micro} of {self.accumulate} batches of this step are in: save between optimizer steps.")
+        if self._begun is not None:  # a step that the caller's scaler skipped
+            self._count_step(self._begun)
         budget = {kind: getattr(self.budget, kind) for kind in ("time", "memory", "macs", "energy")}
         return {
             "format": "pliant.session/1",
@@ -393,16 +414,11 @@ class Session:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state: same values, same selection, same measurements."""
-        if state.get("format") != "pliant.session/1":
-            raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
+        self._check_state(state)
         units = tuple(Unit.from_json(unit) for unit in state["units"])
-        missing = sorted({param for unit in units for param in unit.params} - set(self._params))
-        if missing:
-            raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is not trainable here.")
         by_name = {unit.name: unit for unit in units}
         selection = Selection.from_json(state["selection"]) if state["selection"] else None
-        if selection is not None:
-            check_in_groups(self._params, self._optimizer, selection.params)
+        self._micro, self._begun = 0, None
         self._step, self._round = state["step"], state["round"]
         self._last = Progress(state["last"][0], state["last"][1], self.steps_per_epoch, self.total_steps)
         self._units = units
@@ -422,13 +438,28 @@ class Session:
             apply_(self._params, self._optimizer, selection.params, self.policy.state)
         self._log.write("resume", step=self._step, round=self._round)
 
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit before anything is changed."""
+        if state.get("format") != "pliant.session/1":
+            raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
+        known = {param for unit in state["units"] for param in Unit.from_json(unit).params}
+        missing = sorted(known - set(self._params))
+        if missing:
+            raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is not trainable here.")
+        if state["selection"]:
+            check_in_groups(self._params, self._optimizer, Selection.from_json(state["selection"]).params)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed."""
         checkpoint.save(path, self.model, self._optimizer, self.scaler, self.state_dict())
+        self._log.flush()
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file that `save` wrote, as if the run had never stopped."""
-        self.load_state_dict(checkpoint.load(path, self.model, self._optimizer, self.scaler))
+        saved = checkpoint.read(path, self.model, self._optimizer)
+        self._check_state(saved["session"])
+        checkpoint.fill_(saved, self.model, self._optimizer, self.scaler)
+        self.load_state_dict(saved["session"])
 
     def delta(self, path: str | os.PathLike[str] | None = None) -> dict[str, torch.Tensor]:
         """What differs from the start, by state-dict name, in its new values; with `path` also as a safetensors file.

@@ -25,26 +25,32 @@ class Undo:
         for name, param in params.items():
             if name not in self._params:
                 self._params[name] = param.detach().clone()
-                self._state[name] = copy.deepcopy(self._optimizer.state.get(param))
+                self._state.setdefault(name, copy.deepcopy(self._optimizer.state.get(param)))
+
+    def keep_dropped(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Remember the optimizer state from before the run that is about to be dropped."""
+        for name, param in params.items():
+            if name not in self._params and name not in self._state and self._optimizer.state.get(param):
+                self._state[name] = self._optimizer.state[param]
 
     def changed(self) -> dict[str, torch.Tensor]:
-        """Parameters and saved buffers that differ from the start, with their values of now."""
+        """Parameters and saved buffers that differ from the start: copies of their values of now."""
         saved = self._model.state_dict(keep_vars=True)
         now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         then = {**self._params, **{name: b for name, b in self._buffers.items() if name in saved}}
-        return {name: now[name].detach() for name, was in then.items() if not _same(now[name], was)}
+        return {name: now[name].detach().clone() for name, was in then.items() if not _same(now[name], was)}
 
     def rollback_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put everything back as it was."""
+        """Put everything back as it was. An optimizer that came later starts afresh."""
         params, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
         with torch.no_grad():
             for name, was in self._params.items():
                 params[name].copy_(was)
             for name, was in self._buffers.items():
                 buffers[name].copy_(was)
-        for name in self._params:
+        for name in {**self._params, **self._state}:
             optimizer.state.pop(params[name], None)
-            if self._state.get(name):
+            if self._state.get(name) and optimizer is self._optimizer:
                 optimizer.state[params[name]] = copy.deepcopy(self._state[name])
 
     def state(self) -> dict[str, Any]:

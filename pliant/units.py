@@ -127,15 +127,11 @@ def _repeated(graph: Graph) -> set[str]:
     """The outermost modules that are built of modules, hold parameters and are not the only ones of their class."""
     holders = Counter(name for param in graph.params for name in set(_ancestors(owner(param))))
     parents = {owner(name) for name in graph.modules if name}
-    plain = ("Sequential", "ModuleList", "ModuleDict")
-    for containers_too in (False, True):
-        built = [
-            name
-            for name, kind in graph.modules.items()
-            if name and name in parents and holders[name] and (containers_too or kind not in plain)
-        ]
-        kinds = Counter(graph.modules[name] for name in built)
-        repeated = {name for name in built if kinds[graph.modules[name]] > 1}
-        if repeated:
-            return {name for name in repeated if not any(outer in repeated for outer in _ancestors(name)[1:])}
-    return set()
+    built = [name for name in graph.modules if name and name in parents and holders[name]]
+    named = [name for name in built if graph.modules[name] not in ("Sequential", "ModuleList", "ModuleDict")]
+    kinds = Counter(graph.modules[name] for name in named)
+    repeated = {name for name in named if kinds[graph.modules[name]] > 1}
+    if not repeated:  # bare containers side by side
+        siblings = Counter((owner(name), graph.modules[name]) for name in built)
+        repeated = {name for name in built if siblings[owner(name), graph.modules[name]] > 1}
+    return {name for name in repeated if not any(outer in repeated for outer in _ancestors(name)[1:])}

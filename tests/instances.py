@@ -89,7 +89,9 @@ def problems(
     always = draw(st.sets(st.integers(0, units - 1), max_size=min(most_always, units)))
     unlimited = problem(values, rows, price, [np.inf] * resources, sorted(always))
     floor, full = unlimited.cost(unlimited.always), unlimited.price.sum(axis=1)
-    return replace(unlimited, limits=np.array([draw(st.integers(int(a), int(b))) for a, b in zip(floor, full, strict=True)], float))
+    return replace(
+        unlimited, limits=np.array([draw(st.integers(int(a), int(b))) for a, b in zip(floor, full, strict=True)], float)
+    )
 
 
 def bits(row: np.ndarray) -> int:
@@ -115,7 +117,9 @@ def units(count: int) -> tuple[Unit, ...]:
     return tuple(Unit(f"u{i}", (Part(f"p{i}"),)) for i in range(count))
 
 
-def chain_profile(own: Sequence[float], way: Sequence[float] | None = None, base: float = 1.0, head: Sequence[str] = ()) -> Profile:
+def chain_profile(
+    own: Sequence[float], way: Sequence[float] | None = None, base: float = 1.0, head: Sequence[str] = ()
+) -> Profile:
     """Parameter d costs `own[d]`; every parameter behind d also pays `way[d]`. A second is 1,000 bytes and 10 MACs."""
 
     def cost(amount: float) -> Cost:
@@ -139,5 +143,7 @@ def profiles(draw: st.DrawFn, params: int = 6, charges: int = 14) -> Profile:
         seconds, size, macs = draw(numbers(0, 9, 3))
         names = draw(st.sets(st.integers(0, params - 1), max_size=2))
         later = draw(st.sets(st.integers(i + 1, count - 1), max_size=3)) if i + 1 < count else set()
-        out.append(Charge(f"c{i}", Cost(float(seconds), size, macs), tuple(f"p{n}" for n in sorted(names)), tuple(sorted(later))))
+        out.append(
+            Charge(f"c{i}", Cost(float(seconds), size, macs), tuple(f"p{n}" for n in sorted(names)), tuple(sorted(later)))
+        )
     return Profile(tuple(out), Cost(*draw(st.tuples(st.integers(0, 9).map(float), st.integers(0, 9), st.integers(0, 9)))))

@@ -53,6 +53,9 @@ SHAPES: dict[str, Any] = {
     "object in tuple": (SimpleNamespace(x=X), Y),
     "user dict": UserDict(x=X, y=Y),
     "return type": torch.sort(X, dim=0),
+    "dataclass with slots": Slots(X, Y),
+    "defaultdict": defaultdict(list, x=X, y=Y),
+    "class among the values": {"x": X, "y": Y, "kind": Plain},
 }
 every_shape = pytest.mark.parametrize("batch", SHAPES.values(), ids=SHAPES.keys())
 
@@ -107,13 +110,3 @@ def test_what_is_no_tensor_passes_unchanged() -> None:
     module, text = torch.nn.Linear(2, 2), "abc"
     out = batches.map_tensors({"m": module, "t": text, "n": None, "i": 3}, lambda t: t * 2)
     assert out["m"] is module and out["t"] is text and out["n"] is None and out["i"] == 3
-
-
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="map_tensors needs __dict__ or a constructor that takes a dict")
-@pytest.mark.parametrize(
-    "batch",
-    [Slots(X, Y), defaultdict(list, x=X, y=Y), {"x": X, "kind": Plain}],
-    ids=["dataclass with slots", "defaultdict", "class among the values"],
-)
-def test_shapes_that_are_not_understood_yet(batch: Any) -> None:
-    assert batches.size(batch) == 6

@@ -341,7 +341,9 @@ def test_law_7_a_layer_is_worth_the_sum_of_its_tensors(recipe: str, model_name: 
 
 @pytest.mark.parametrize("model_name", ZOO)
 @pytest.mark.parametrize(
-    "signal", [score.update_gain(cross=True), score.update_gain(cross=False), score.grad_norm(), score.weight_norm()], ids=str
+    "signal",
+    [score.update_gain(cross=True), score.update_gain(cross=False), score.grad_norm(), score.weight_norm()],
+    ids=["update_gain, two halves", "update_gain", "grad_norm", "weight_norm"],
 )
 def test_law_7_a_tensor_is_worth_the_sum_of_its_channels(signal: score.Signal, model_name: str) -> None:
     model, loss, batch = ZOO[model_name].make()

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from pliant import runlog
 
@@ -58,6 +59,42 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(log: Path) -> N
     assert next(lines) == {"step": 1}
     with pytest.raises(ValueError, match="line 2"):
         next(lines)
+
+
+def test_steps_are_told_before_whatever_comes_after_them(log: Path) -> None:
+    told = runlog.RunLog(log)
+    told.write("start", seed=0)
+    told.step(1, 0, torch.tensor(0.5), lambda: 0.25)
+    told.step(2, 0, None, lambda: 0.5)
+    told.step(3, 0, torch.tensor(float("nan"), dtype=torch.bfloat16), lambda: 1.0)
+    told.write("end", step=3)
+    assert list(runlog.read(log)) == [
+        {"event": "start", "seed": 0},
+        {"event": "step", "step": 1, "round": 0, "loss": 0.5, "seconds": 0.25},
+        {"event": "step", "step": 2, "round": 0, "loss": None, "seconds": 0.5},
+        {"event": "step", "step": 3, "round": 0, "loss": None, "seconds": 1.0},
+        {"event": "end", "step": 3},
+    ]
+
+
+def test_a_long_stretch_of_steps_does_not_wait_for_its_end(log: Path) -> None:
+    told = runlog.RunLog(log)
+    for step in range(1, 101):
+        told.step(step, 0, torch.tensor(1.0), lambda: 0.0)
+    steps = [line["step"] for line in runlog.read(log)]
+    assert len(steps) > 50
+    told.flush()
+    told.flush()
+    assert [line["step"] for line in runlog.read(log)] == list(range(1, 101))
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = runlog.RunLog(None)
+    told.step(1, 0, torch.tensor(0.5), lambda: 0.25)
+    told.write("end")
+    told.flush()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_line_that_cannot_be_written_writes_nothing(log: Path) -> None:

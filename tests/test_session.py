@@ -552,49 +552,104 @@ def weighted(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
     return (model(x) * weight).sum(dim=1).mean()
 
 
+def switching(model: nn.Module) -> tuple[torch.optim.Optimizer, Policy]:
+    policy = by_gain(schedule.on_drift(0.3, at_least=3), Budget(macs=0.85))
+    return torch.optim.SGD(model.parameters(), lr=1e-3), replace(policy, cost=measure.counted, head=False)
+
+
+def counting(*shares: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(4, 4), torch.tensor([shares]).expand(4, 3)
+
+
+A_COUNTS, C_COUNTS = counting(3.0, 1.0, 0.1), counting(0.1, 1.0, 3.0)
+
+
 @pytest.mark.parametrize("turns", [True, False])
 def test_values_that_turn_bring_a_new_choice(turns: bool) -> None:
     model = make(Switch)
-    x = torch.ones(4, 4)
-    then, now = torch.tensor([[3.0, 1.0, 0.1]]).expand(4, 3), torch.tensor([[0.1, 1.0, 3.0]]).expand(4, 3)
-    when = schedule.on_drift(0.3, at_least=3)
-    policy = replace(by_gain(when, Budget(macs=0.85)), cost=measure.counted, head=False)
-    with Session(model, torch.optim.SGD(model.parameters(), lr=1e-3), weighted, policy) as session:
-        for _ in range(10):
-            session.step((x, then))
+    optimizer, policy = switching(model)
+    with Session(model, optimizer, weighted, policy) as session:
+        for _ in range(40):
+            session.step(A_COUNTS)
         assert names(session) == {"a", "b"}
         assert session.progress.round == 0
-        for _ in range(20):
-            session.step((x, now if turns else then))
+        for _ in range(80):
+            session.step(C_COUNTS if turns else A_COUNTS)
         assert names(session) == ({"b", "c"} if turns else {"a", "b"})
         assert (session.progress.round > 0) == turns
 
 
-def test_several_probes_are_collected_and_averaged() -> None:
+def test_what_was_watched_survives_a_stop(tmp_path: Path) -> None:
+    changed_at = []
+    for stop in (None, 44):
+        model = make(Switch)
+        optimizer, policy = switching(model)
+        session = Session(model, optimizer, weighted, policy)
+        for k in range(120):
+            if k == stop:
+                session.save(tmp_path / "run.pt")
+                model = make(Switch, seed=3)
+                optimizer, policy = switching(model)
+                session = Session(model, optimizer, weighted, policy)
+                session.load(tmp_path / "run.pt")
+            session.step(A_COUNTS if k < 40 else C_COUNTS)
+            if session.progress.round == 1:
+                break
+        changed_at.append(k)
+    assert 44 < changed_at[0] < 119
+    assert changed_at[0] == changed_at[1]
+
+
+STILL = 1e-30  # a learning rate at which weights stand still, so that probes can be repeated by hand
+
+
+def near(values: dict[str, float]) -> Any:
+    return pytest.approx(values, rel=1e-5, abs=0)  # gains at such a rate are far below the usual tolerance
+
+
+def probed_by_hand(policy: Policy, *batches: Batch) -> dict[str, float]:
+    """The mean value of each layer of a fresh chain over these batches."""
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)  # stands still, so that probes can be repeated by hand
+    optimizer = torch.optim.SGD(model.parameters(), lr=STILL)
+    layers = [Unit(n, (Part(f"{n}.weight"), Part(f"{n}.bias"))) for n in ("head", *(f"layers.{i}" for i in range(4)))]
+    probes = [score.probe(policy.signal, model, optimizer, classify, batch, layers) for batch in batches]
+    return {unit.name: sum(probe[unit] for probe in probes) / len(probes) for unit in layers}
+
+
+@pytest.mark.parametrize("stop", [None, 1, 7])
+def test_several_probes_are_collected_and_averaged(stop: int | None, tmp_path: Path) -> None:
+    def opened() -> Session:
+        model = make()
+        return Session(model, torch.optim.SGD(model.parameters(), lr=STILL), classify, policy)
+
     policy = by_gain(schedule.every(steps=4), Budget(time=0.6), batches=3)
     stream, rounds, values = data(10), [], []
-    with Session(model, optimizer, classify, policy) as session:
-        for batch in stream:
-            session.step(batch)
-            rounds.append(session.progress.round)
-            values.append(session.selection.values)
+    session = opened()
+    for k, batch in enumerate(stream):
+        if k == stop:  # while probes are being collected
+            session.save(tmp_path / "run.pt")
+            session = opened()
+            session.load(tmp_path / "run.pt")
+        session.step(batch)
+        rounds.append(session.progress.round)
+        values.append(session.selection.values)
     # At once from one batch, again when three are in; then every four steps, from the next three batches.
     assert rounds == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
-    fresh = make()
-    candidates = tuple(Unit(n, (Part(f"{n}.weight"), Part(f"{n}.bias"))) for n in values[0])
+    assert values[0] == near(probed_by_hand(policy, stream[0]))
+    assert values[2] == near(probed_by_hand(policy, *stream[:3]))
+    assert values[8] == near(probed_by_hand(policy, *stream[6:9]))
 
-    def by_hand(*batches: Batch) -> dict[str, float]:
-        probes = [score.probe(policy.signal, fresh, optimizer_of(fresh), classify, b, candidates) for b in batches]
-        return {unit.name: max(sum(p[unit] for p in probes) / len(probes), 0.0) for unit in candidates}
 
-    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=1e-30)
-
-    assert values[0] == pytest.approx(by_hand(stream[0]))
-    assert values[2] == pytest.approx(by_hand(*stream[:3]))
-    assert values[8] == pytest.approx(by_hand(*stream[6:9]))
+def test_old_values_are_blended_in() -> None:
+    model = make()
+    policy = by_gain(schedule.every(steps=1), Budget(time=0.6), smooth=0.75)
+    expected: dict[str, float] = {}
+    with Session(model, torch.optim.SGD(model.parameters(), lr=STILL), classify, policy) as session:
+        for batch in data(4):
+            session.step(batch)
+            new = probed_by_hand(policy, batch)
+            expected = {name: 0.75 * expected.get(name, value) + 0.25 * value for name, value in new.items()}
+            assert session.selection.values == near(expected)
 
 
 # ---------------------------------------------------------------- fit
@@ -975,7 +1030,10 @@ def test_a_first_step_that_is_refused_changes_nothing(what: str) -> None:
     assert differences(before, snapshot(model, optimizer)) == []
 
 
-@pytest.mark.parametrize("what", REFUSED_AT_THE_FIRST_STEP)
+AFTER_THE_PROBE = ["budget below the floor", "energy", "not in the optimizer", "unknown unit", "unknown always", "NaN loss"]
+
+
+@pytest.mark.parametrize("what", AFTER_THE_PROBE)
 def test_a_first_step_that_is_refused_leaves_norms_in_their_mode(what: str) -> None:
     row = REFUSED_AT_THE_FIRST_STEP[what]
     model = make(Normed)
@@ -996,7 +1054,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED_AT_ONCE)
-def test_a_session_that_is_refused_leaves_nothing_behind(what: str) -> None:
+def test_a_session_that_is_refused_changes_nothing(what: str) -> None:
     arguments, says = REFUSED_AT_ONCE[what]
     model = make(Normed)
     optimizer = sgd(model)
@@ -1004,6 +1062,14 @@ def test_a_session_that_is_refused_leaves_nothing_behind(what: str) -> None:
     with pytest.raises(ValueError, match=says):
         Session(model, optimizer, classify, GAIN, **arguments)
     assert differences(before, snapshot(model, optimizer)) == []
+
+
+@pytest.mark.parametrize("what", ["norm", "profile"])
+def test_a_session_that_is_refused_leaves_no_hook(what: str) -> None:
+    model = make(Normed)
+    optimizer = sgd(model)
+    with pytest.raises(ValueError):
+        Session(model, optimizer, classify, GAIN, **REFUSED_AT_ONCE[what][0])
     assert not optimizer._optimizer_step_post_hooks
 
 

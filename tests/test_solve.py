@@ -128,13 +128,11 @@ def test_milp_is_the_best_on_chains(chain: Problem) -> None:
     assert chain.value(milp()(chain)) == pytest.approx(brute_force(chain), abs=TIE * 20)
 
 
-@pytest.mark.parametrize("over", [1e-7, 5e-7, 2e-6])
-def test_milp_prefers_what_fits_to_what_almost_fits(over: float) -> None:
-    """A better choice that misses the limit by less than HiGHS can see must not hide the best one that keeps it."""
-    almost = problem([3.0, 2.0, 2.9], np.eye(3), [[1 + over, 0.5, 0.5], [1, 1, 1]], [1, 2])
+@pytest.mark.parametrize("over", [1e-8, 1e-7, 1e-6, 1e-5])
+def test_milp_refuses_what_almost_fits(over: float) -> None:
+    """HiGHS takes a limit that is missed by a millionth for kept."""
+    almost = problem([3.0, 2.0, 1.5, 1.4], np.eye(4), [[1 + over, 0.5, 0.3, 0.3], [1, 1, 1, 1]], [1, 2])
     assert names(almost, milp()(almost)) == "bc"
-    close = problem([3.0, 2.9, 0.5], np.eye(3), [[1 + over, 1, 1], [1, 1, 1]], [1, 1])
-    assert names(close, milp()(close)) == "b"
 
 
 # ---------------------------------------------------------------- never over a limit
@@ -387,8 +385,9 @@ def test_a_solver_leaves_its_problem_alone(solver: Solver) -> None:
 
 
 def test_milp_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """Some versions of HiGHS leave lines on the standard output; these problems used to bring them out."""
-    for make, units, seed, share in [(random_chain, 50, s, 0.2) for s in range(6)] + [(random_graph, 50, s, 0.5) for s in range(6)]:
+    """Some versions of HiGHS leave lines on the standard output; these problems are known to bring them out."""
+    chains = [(20, 2, 0.5), (30, 14, 0.5), (50, 8, 0.2), (50, 17, 0.5), (50, 22, 0.5), (50, 26, 0.2)]
+    for make, units, seed, share in [(random_chain, *chain) for chain in chains] + [(random_graph, 50, 13, 0.5)]:
         given_ = make(seed, units)
         milp()(at(given_, share * given_.price.sum()))
     captured = capfd.readouterr()

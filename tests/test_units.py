@@ -137,11 +137,7 @@ def test_a_norm_that_follows_no_layer_stands_alone() -> None:
         (nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)), (6, 3, 5)),  # a view lies between
         (nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)), (6, 3, 4, 4)),
         (nn.Sequential(nn.ConvTranspose2d(3, 4, 2), nn.BatchNorm2d(4)), (6, 3, 4, 4)),
-        pytest.param(
-            nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, affine=True)),
-            (6, 3, 8),
-            marks=pytest.mark.xfail(strict=True, reason="its parameters are repeated per sample, and Repeat is no carrier"),
-        ),
+        (nn.Sequential(nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, affine=True)), (6, 3, 8)),  # parameters repeated per sample
     ],
     ids=["layer norm", "layer norm on tokens", "group norm", "batch norm", "instance norm"],
 )
@@ -198,7 +194,6 @@ class Stages(nn.Module):
         return F.relu(self.stages(x))
 
 
-@pytest.mark.xfail(strict=True, reason="the container of the containers is of their class, too, and takes everything")
 def test_repeated_containers_are_blocks_where_nothing_better_is() -> None:
     assert names(units.blocks()(graph_for(Stages(), 6, 5))) == ["stages.1", "stages.0"]
 

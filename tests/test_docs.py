@@ -1,0 +1,56 @@
+"""What the documents show runs, and the tables they hold are the measured ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def given() -> dict[str, Any]:
+    """What a reader has at hand: a model, an optimizer and a loader."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+    model.layer4 = nn.Identity()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = [(torch.randn(8, 3, 2, 2), torch.randint(0, 3, (8,))) for _ in range(2)]
+    return {"model": model, "optimizer": optimizer, "loader": loader}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    space = given()
+    for number, block in enumerate(blocks(page)):
+        # A toy's forward pass is most of its step, and timing it is noise: give every budget room.
+        code = re.sub(r"time=0\.\d+", "time=1.0", block)
+        exec(compile(code, f"{page.name}, example {number}", "exec"), space)
+    assert "Session" in space
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} → {target}"
+
+
+def test_the_table_in_the_readme_is_the_measured_one() -> None:
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
+    assert spec is not None and spec.loader is not None
+    readme = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme)
+    text = (ROOT / "README.md").read_text()
+    assert "<!-- table:" in text
+    assert readme.filled(text) == text

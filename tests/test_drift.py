@@ -1,0 +1,54 @@
+"""Values over time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pliant.drift import Drift, blend, mean
+
+
+def seen(drift: Drift, *looks: dict[str, float]) -> Drift:
+    for look in looks:
+        drift.see(look)
+    return drift
+
+
+def test_drift_is_unknown_until_the_first_mean_stands() -> None:
+    drift = Drift()
+    for _ in range(Drift.settle):
+        assert drift.amount is None
+        drift.see({"a": 1.0, "b": 2.0})
+    assert drift.amount is None
+    drift.see({"a": 1.0, "b": 2.0})
+    assert drift.amount == pytest.approx(0.0, abs=1e-12)
+
+
+def test_length_does_not_matter_direction_does() -> None:
+    start = [{"a": 1.0, "b": 0.0}] * Drift.settle
+    assert seen(Drift(), *start, *[{"a": 9.0, "b": 0.0}] * 5).amount == pytest.approx(0.0, abs=1e-12)
+    turned = seen(Drift(), *start, *[{"a": 0.0, "b": 1.0}] * 60).amount
+    assert turned == pytest.approx(1.0, abs=1e-5)
+
+
+def test_what_is_not_finite_says_nothing() -> None:
+    drift = seen(Drift(), *[{"a": 1.0}] * (Drift.settle + 1))
+    before = drift.state()
+    seen(drift, {}, {"a": math.nan}, {"a": math.inf})
+    assert drift.state() == before
+
+
+def test_drift_goes_on_from_its_state() -> None:
+    looks = [{"a": 1.0 + i, "b": 2.0 - i} for i in range(9)]
+    whole = seen(Drift(), *looks)
+    resumed = seen(Drift.of(seen(Drift(), *looks[:6]).state()), *looks[6:])
+    assert resumed.state() == whole.state() and resumed.amount == whole.amount
+
+
+def test_mean_and_blend() -> None:
+    assert mean([{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": math.nan}])["a"] == 2.0
+    assert math.isnan(mean([{"b": 2.0}, {"b": math.nan}])["b"])
+    assert blend({"a": 4.0}, {"a": 8.0, "b": 1.0}, smooth=0.25) == {"a": 7.0, "b": 1.0}
+    assert blend({"a": 4.0}, {"a": math.nan}, smooth=0.25) == {"a": 4.0}
+    assert math.isnan(blend({}, {"a": math.inf}, smooth=0.25)["a"])

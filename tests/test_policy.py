@@ -1,0 +1,315 @@
+"""`plan` is pure, keeps its budget by the profile's own judgement, and names the floor when it cannot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from instances import chain_profile, laws, profiles, units
+
+from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan
+from pliant.schedule import ramp
+from pliant.solve import Solver, cycle, fixed, greedy, knapsack, milp, sample
+from pliant.types import Charge
+
+
+def policy(solver: Solver | None = None, **more: Any) -> Policy:
+    """A policy that is only asked to decide: units, signal and cost are given to `plan` ready-made."""
+
+    def unasked(*args: Any) -> Any:
+        raise AssertionError("plan() works on what it is given")
+
+    return Policy(unasked, unasked, unasked, solver or knapsack(), **more)
+
+
+def chosen(selection: Selection) -> str:
+    return " ".join(unit.name for unit in selection.units)
+
+
+def worth(*values: float) -> dict[Unit, float]:
+    return dict(zip(units(len(values)), values, strict=True))
+
+
+FOUR = chain_profile(own=[1, 2, 3, 4], way=[1, 1, 1, 0], base=7)  # a full step takes 20
+VALUES = worth(1, 5, 2, 9)
+
+
+# ---------------------------------------------------------------- what is decided
+
+
+def test_the_best_choice_inside_the_budget() -> None:
+    picked = plan(policy(budget=Budget(time="14s")), FOUR, VALUES)
+    assert chosen(picked) == "u3", "the deepest unit pays for the whole way"
+    assert picked.cost.seconds == 14
+    assert chosen(plan(policy(budget=Budget(time="13s")), FOUR, VALUES)) == "u0 u1"
+    assert chosen(plan(policy(budget=Budget(time=0.8)), FOUR, VALUES)) == "u1 u3"
+
+
+def test_a_selection_explains_itself() -> None:
+    policy_ = policy(budget=Budget(time=0.8, memory=0.9), solver=milp())
+    picked = plan(policy_, FOUR, VALUES, Progress(step=120, round=3))
+    assert picked.limit == {"seconds": 16.0, "bytes": 18_000.0}
+    assert picked.value == 14.0
+    assert (picked.round, picked.step) == (3, 120)
+    assert picked.full == FOUR.full == Cost(20, 20_000, 200)
+    assert picked.cost == FOUR.cost(picked.units)
+    assert picked.values == {"u0": 1.0, "u1": 5.0, "u2": 2.0, "u3": 9.0}
+
+
+def test_two_budgets_at_once() -> None:
+    charges = (
+        Charge("a", Cost(6.0, 1, 1), ("p0",)),
+        Charge("b", Cost(1.0, 6, 1), ("p1",)),
+        Charge("c", Cost(3.0, 3, 1), ("p2",)),
+    )
+    profile = Profile(charges, Cost(1.0, 1, 1))
+    values = worth(5, 5, 4)
+    both = plan(policy(milp(), budget=Budget(time="5s", memory="5B")), profile, values)
+    assert chosen(both) == "u2"
+    assert chosen(plan(policy(milp(), budget=Budget(time="5s")), profile, values)) == "u1 u2"
+    assert chosen(plan(policy(milp(), budget=Budget(memory="5B")), profile, values)) == "u0 u2"
+
+
+def test_always_and_head_are_chosen_in_any_case() -> None:
+    budget = Budget(time="14s")
+    assert chosen(plan(policy(budget=budget, always=("u2",)), FOUR, VALUES)) == "u1 u2"
+    headed = replace(FOUR, head=("p0",))
+    assert chosen(plan(policy(budget=budget), headed, VALUES)) == "u0 u1"
+    assert chosen(plan(policy(budget=budget, head=False), headed, VALUES)) == "u3"
+
+
+def test_always_must_name_something() -> None:
+    with pytest.raises(ValueError, match=r"no unit matches 'stem'\. Units here: u0, u1, u2, u3 \(4\)\."):
+        plan(policy(always=("stem",)), FOUR, VALUES)
+
+
+def test_budget_moves_with_progress() -> None:
+    shrinking = policy(budget=Budget(time=ramp(1.0, 0.4)))
+    picked = [chosen(plan(shrinking, FOUR, VALUES, Progress(step=s, total_steps=10))) for s in (0, 5, 10)]
+    assert picked == ["u0 u1 u2 u3", "u3", "u0"]
+
+
+@laws(150)
+@given(profiles(), st.lists(st.integers(-5, 9), min_size=6, max_size=6))
+def test_a_full_budget_chooses_everything_of_positive_value(profile: Profile, values: list[int]) -> None:
+    assume(max(values) > 0 and profile.full.seconds and profile.full.bytes)
+    full = {unit for unit, value in worth(*values).items() if value > 0}
+    for solver in (knapsack(), milp(), greedy()):
+        assert set(plan(policy(solver, budget=Budget(time=1.0)), profile, worth(*values)).units) == full
+    assert set(plan(policy(milp(), budget=Budget(time=1.0, memory=1.0)), profile, worth(*values)).units) == full
+    assert set(plan(policy(), profile, worth(*values)).units) == full, "no budget is no limit"
+
+
+# ---------------------------------------------------------------- the laws of budgets
+
+
+def branching(seed: int, count: int) -> tuple[Profile, Mapping[Unit, float]]:
+    """A graph whose branches share little; prices differ by orders of magnitude."""
+    rng = np.random.default_rng(seed)
+    charges = []
+    for j in range(2 * count):
+        later = [k for k in range(j + 1, min(j + 4, 2 * count)) if rng.random() < 0.4]
+        cost = Cost(float(rng.lognormal(-6, 1)), int(rng.integers(1, 10**6)), int(rng.integers(1, 10**6)))
+        charges.append(Charge(f"c{j}", cost, (f"p{rng.integers(count)}",), tuple(later)))
+    return Profile(tuple(charges), Cost(0.02, 1000, 10**6)), worth(*rng.lognormal(0, 1.5, count))
+
+
+SOLVERS: dict[str, Solver] = {
+    "knapsack": knapsack(),
+    "coarse": knapsack(100),
+    "milp": milp(),
+    "greedy": greedy(),
+    "sample": sample(),
+    "cycle": cycle(3),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("count", [6, 20])
+def test_never_over_a_limit(count: int, name: str) -> None:
+    for seed in range(4):
+        profile, values = branching(seed, count)
+        for share in np.linspace(0.3, 1.0, 8):
+            budgets = [Budget(time=float(share)), Budget(memory=float(share))]
+            if name not in ("knapsack", "coarse"):
+                budgets.append(Budget(time=float(share), memory=float(share), macs=0.99))
+            for budget in budgets:
+                try:
+                    picked = plan(policy(SOLVERS[name], budget=budget), profile, values)
+                except BudgetError as error:
+                    assert "floor" in str(error)
+                    continue
+                for resource, limit in picked.limit.items():
+                    assert getattr(profile.cost(picked.units), resource) <= limit * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("name", ["knapsack", "coarse", "milp"])
+@pytest.mark.parametrize("count", [6, 24])
+def test_value_never_falls_when_a_budget_grows(count: int, name: str) -> None:
+    for seed in range(3 if name == "milp" else 30):
+        profile, values = branching(seed, count)
+        best = -np.inf
+        for share in np.linspace(0.01, 1.0, 30):
+            try:
+                value = plan(policy(SOLVERS[name], budget=Budget(time=float(share))), profile, values).value
+            except BudgetError:
+                assert best == -np.inf, "once a budget can be kept, every larger one can"
+                continue
+            assert value >= best - 1e-6
+            best = value
+        assert best == pytest.approx(sum(values.values()))
+
+
+# ---------------------------------------------------------------- infeasible budgets
+
+
+def refusal(policy_: Policy, profile: Profile, values: Mapping[Unit, float]) -> str:
+    with pytest.raises(BudgetError) as caught:
+        plan(policy_, profile, values)
+    return str(caught.value)
+
+
+def test_an_infeasible_budget_names_the_floor_and_what_makes_it() -> None:
+    message = refusal(policy(budget=Budget(time=0.1)), FOUR, VALUES)
+    assert message.startswith("time=0.100 (")
+    assert "is below the floor of 0.400 (" in message
+    assert "forward pass alone takes 0.350 (" in message
+    assert "the cheapest unit ('u0') adds 0.050 (" in message
+    assert "Use time>=0.400" in message
+
+
+def test_the_floor_counts_what_is_always_chosen() -> None:
+    message = refusal(policy(budget=Budget(memory=0.5), always=("u0", "u2")), FOUR, VALUES)
+    assert "is below the floor of 0.650 (" in message
+    assert "what is always chosen (u0, u2) adds 0.300" in message
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["time", "memory", "macs"])
+@pytest.mark.parametrize("always", [(), ("u0", "u5")])
+def test_the_named_floor_works_as_a_share_and_as_an_amount(always: tuple[str, ...], kind: str, seed: int) -> None:
+    profile, values = branching(seed, 6)
+    message = refusal(policy(budget=Budget(**{kind: 1e-6}), always=always), profile, values)
+    found = re.search(rf"Use {kind}>=([0-9.]+) \(([^)]*)\)\.", message)
+    assert found, message
+    for floor in (float(found[1]), found[2]):
+        assert plan(policy(budget=Budget(**{kind: floor}), always=always), profile, values).units  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [1e-3, 1e-6, 1e-9])
+def test_a_budget_at_the_exact_floor_works(own: float) -> None:
+    """Also where the unit is so small beside the forward pass that subtracting the one from the other rounds."""
+    for k in range(1, 20):
+        profile = chain_profile([own, 30 * own], base=k / 23)
+        floor = profile.cost(units(1)).seconds
+        assert chosen(plan(policy(budget=Budget(time=f"{floor!r}s")), profile, worth(1.0, 1.0))) == "u0"
+
+
+def test_the_message_never_says_that_a_budget_is_below_itself() -> None:
+    message = refusal(policy(budget=Budget(time=0.3996)), FOUR, VALUES)
+    given_, floor = re.findall(r"(0\.\d+) \(", message)[:2]
+    assert float(given_) < float(floor)
+
+
+def test_the_floor_of_two_budgets_is_that_of_the_unit_nearest_to_them() -> None:
+    """u0 is over by 10 of 2,000 bytes, u1 by 5 of 2 seconds: shares of the limits are compared, not bytes with seconds."""
+    charges = (Charge("a", Cost(0.1, 1010), ("p0",)), Charge("b", Cost(6.0, 10), ("p1",)))
+    profile = Profile(charges, Cost(1.0, 1000))
+    message = refusal(policy(milp(), budget=Budget(time="2s", memory="2000B")), profile, worth(1, 1))
+    assert message.startswith("memory=")
+    assert "'u0'" in message
+
+
+def test_a_fixed_choice_over_its_budget_is_refused() -> None:
+    message = refusal(policy(fixed("*"), budget=Budget(time=0.6)), FOUR, VALUES)
+    assert "the choice of 4 units costs 1.000 (" in message
+    assert "more than the limit of 0.600 (" in message
+    assert chosen(plan(policy(fixed("u[01]"), budget=Budget(time=0.6)), FOUR, VALUES)) == "u0 u1"
+    assert chosen(plan(policy(fixed("*")), FOUR, VALUES)) == "u0 u1 u2 u3"
+
+
+def test_joules_that_nobody_measured_are_refused() -> None:
+    assert "holds no joules" in refusal(policy(budget=Budget(energy=0.5)), FOUR, VALUES)
+
+
+# ---------------------------------------------------------------- values that say little
+
+
+def test_a_value_that_is_not_a_number_says_nothing() -> None:
+    nan, inf = float("nan"), float("inf")
+    picked = plan(policy(budget=Budget(time=0.9)), FOUR, worth(1.0, nan, inf, -inf))
+    assert chosen(picked) == "u0"
+    assert picked.values == {"u0": 1.0, "u1": 0.0, "u2": 0.0, "u3": 0.0}
+    assert picked.value == 1.0
+    assert chosen(plan(policy(always=("u1",)), FOUR, worth(nan, nan, nan, nan))) == "u1"
+
+
+def test_if_no_value_is_positive_the_best_single_unit_that_fits_is_chosen() -> None:
+    for solver in (knapsack(), milp(), greedy()):
+        assert chosen(plan(policy(solver), FOUR, worth(-4, -3, -2, -1))) == "u3"
+        assert chosen(plan(policy(solver, budget=Budget(time="13s")), FOUR, worth(-4, -3, -2, -1))) == "u2"
+        assert chosen(plan(policy(solver, budget=Budget(time="8s")), FOUR, worth(-4, -3, -2, -1))) == "u0"
+    assert chosen(plan(policy(always=("u1",)), FOUR, worth(-4, -3, -2, -1))) == "u1"
+
+
+def test_nothing_to_choose_from_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing to choose from"):
+        plan(policy(), FOUR, {})
+
+
+def test_a_unit_without_any_cost_is_free() -> None:
+    gift = Unit("gift", (Part("unused"),))
+    picked = plan(policy(budget=Budget(time="8s")), FOUR, worth(1, 5, 2, 9) | {gift: 0.5})
+    assert chosen(picked) == "u0 gift"
+
+
+# ---------------------------------------------------------------- purity
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_same_inputs_same_answer(name: str) -> None:
+    profile, values = branching(7, 20)
+    policy_ = policy(SOLVERS[name], budget=Budget(time=0.6), seed=3)
+    first = plan(policy_, profile, values, Progress(round=2, step=9))
+    state = np.random.get_state()[1].tolist()
+    for _ in range(3):
+        assert plan(policy_, Profile.from_json(profile.to_json()), dict(values), Progress(round=2, step=9)) == first
+    assert np.random.get_state()[1].tolist() == state, "the global generator is left alone"
+
+
+def test_random_choices_hang_on_the_seed_and_the_round() -> None:
+    profile, values = branching(7, 20)
+
+    def draws(seed: int) -> list[str]:
+        drawing = policy(sample(4), budget=Budget(time=0.9), seed=seed)
+        return [chosen(plan(drawing, profile, values, Progress(round=r))) for r in range(5)]
+
+    assert draws(0) == draws(0)
+    assert draws(0) != draws(1)
+    assert len(set(draws(0))) > 1
+
+
+def test_the_order_of_the_values_is_the_order_of_the_units() -> None:
+    picked = plan(policy(), FOUR, dict(reversed(list(VALUES.items()))))
+    assert chosen(picked) == "u3 u2 u1 u0"
+
+
+# ---------------------------------------------------------------- the policy itself
+
+
+def test_a_policy_is_changed_word_by_word() -> None:
+    ablation = replace(policy(), solver=greedy(), name="greedy")
+    assert ablation.name == "greedy"
+    assert chosen(plan(ablation, FOUR, VALUES)) == "u0 u1 u2 u3"
+
+
+def test_optimizer_state_is_kept_or_dropped() -> None:
+    assert policy(state="drop").state == "drop"
+    with pytest.raises(ValueError, match="state='forget'"):
+        policy(state="forget")
