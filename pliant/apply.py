@@ -91,10 +91,11 @@ class Norms:
     def __post_init__(self) -> None:
         if self.rule not in ("chosen", "frozen", "as-is"):
             raise ValueError(f"norm={self.rule!r}: choose 'chosen', 'frozen' or 'as-is'.")
+        names = {id(param): name for name, param in self.model.named_parameters()}  # a tied parameter has one name
         for name, module in self.model.named_modules():
             if isinstance(module, _NormBase) and module.track_running_stats and module.running_mean is not None:
                 self._norms[name] = module
-                self._own[name] = [f"{name}.{p}" if name else p for p in module._parameters]
+                self._own[name] = [names[id(param)] for param in module._parameters.values() if param is not None]
                 self._wanted[name] = module.training
         self._whole = self.model.training
 

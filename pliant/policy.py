@@ -68,7 +68,7 @@ def plan(policy: Policy, profile: Profile, values: Mapping[Unit, float], progres
         worth,
         table.needed,
         np.array([prices[name] for name in limit]).reshape(len(limit), len(table.needed)),
-        np.array([amount - getattr(profile.base, name) for name, amount in limit.items()]),
+        np.array([amount * (1 + SLACK) - getattr(profile.base, name) for name, amount in limit.items()]),
         always,
         progress.round,
         policy.seed,
@@ -106,7 +106,7 @@ def _check_floor(problem: Problem, profile: Profile, units: tuple[Unit, ...], li
         what = "what is always chosen (" + ", ".join(n for n, a in zip(problem.names, problem.always, strict=True) if a) + ")"
     else:
         alone = np.array([problem.cost(np.arange(len(units)) == i) for i in range(len(units))])
-        over = np.maximum(alone - problem.limits, 0).sum(axis=1)
+        over = (np.maximum(alone - problem.limits, 0) / list(limit.values())).sum(axis=1)
         cheapest = int(np.lexsort((alone.sum(axis=1), over))[0])
         added, what = alone[cheapest], f"the cheapest unit ({units[cheapest].name!r})"
     for (name, amount), base, more in zip(limit.items(), (getattr(profile.base, n) for n in limit), added, strict=True):
@@ -114,16 +114,16 @@ def _check_floor(problem: Problem, profile: Profile, units: tuple[Unit, ...], li
         if floor > amount * (1 + SLACK):
             kind = next(k for k, v in RESOURCES.items() if v == name)
             raise BudgetError(
-                f"{kind}={_say(name, amount, full)} is below the floor of {_say(name, floor, full)}: the forward pass alone "
-                f"takes {_say(name, base, full)} of a full step and {what} adds {_say(name, more, full)}. "
+                f"{kind}={_say(name, amount, full, np.floor)} is below the floor of {_say(name, floor, full)}: the forward "
+                f"pass alone takes {_say(name, base, full)} of a full step and {what} adds {_say(name, more, full)}. "
                 f"Use {kind}>={_say(name, floor, full)}."
             )
 
 
-def _say(name: str, amount: float, full: Cost) -> str:
-    """An amount as a share of a full step, and as it is. Both round up, so that a floor that is named is one that works."""
-    whole = getattr(full, name)
-    share = np.ceil(amount / whole * 1000 - 1e-6) / 1000 if whole else float("nan")
+def _say(name: str, amount: float, full: Cost, toward: Callable[[float], float] = np.ceil) -> str:
+    """An amount as a share of a full step, and as it is. Floors round up, so that a floor that is named is one that works."""
+    whole, slack = getattr(full, name), (1 - SLACK / 2 if toward is np.ceil else 1 + SLACK / 2)
+    share = toward(amount / whole * 1000 * slack) / 1000 if whole else float("nan")
     unit, size = {"seconds": ("ms", 1e-3), "bytes": ("KB", 1e3), "macs": ("KMAC", 1e3)}[name]
     digits = 10.0 ** (np.floor(np.log10(amount / size)) - 3) if amount > 0 else 1.0
-    return f"{share:.3f} ({np.ceil(amount / size / digits - 1e-9) * digits:.10g} {unit})"
+    return f"{share:.3f} ({toward(amount / size / digits * slack) * digits:.10g} {unit})"

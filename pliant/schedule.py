@@ -36,15 +36,17 @@ def every(steps: int | None = None, epochs: float | None = None) -> Schedule:
     if (steps is None) == (epochs is None):
         raise ValueError(f"every() takes steps=… or epochs=…, one of them (given: {steps=}, {epochs=}).")
     interval = steps if steps is not None else epochs
-    if interval is None or interval <= 0:
+    if interval is None or not interval > 0:
         raise ValueError(f"every({steps=}, {epochs=}): something must lie between two selections.")
     if steps is not None:
         return Schedule(f"every {interval} steps", lambda now, last, drift: now.step - last.step >= interval)
-    return Schedule(
-        f"every {interval} epochs",
-        lambda now, last, drift: now.step - last.step >= max(round(interval * (now.steps_per_epoch or 1)), 1),
-        needs_epochs=True,
-    )
+
+    def due(now: Progress, last: Progress, drift: float | None) -> bool:
+        if now.steps_per_epoch is None:
+            raise ValueError(f"every({epochs=}) needs the length of an epoch: give Session steps_per_epoch=…, or use fit().")
+        return now.step - last.step >= max(round(interval * now.steps_per_epoch), 1)
+
+    return Schedule(f"every {interval} epochs", due, needs_epochs=True)
 
 
 def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = None) -> Schedule:
@@ -55,6 +57,8 @@ def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = N
     """
     if not 0 < threshold <= 2:
         raise ValueError(f"on_drift(threshold={threshold}): drift is 1 − cos, so the threshold lies in (0, 2].")
+    if at_most is not None and at_most < at_least:
+        raise ValueError(f"on_drift({at_least=}, {at_most=}): the latest moment lies before the earliest.")
 
     def due(now: Progress, last: Progress, drift: float | None) -> bool:
         since = now.step - last.step

@@ -241,7 +241,7 @@ def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Ten
         return worth.sum()
     if worth.shape == shape:
         along = worth.sum(dim=[d for d in range(worth.dim()) if d != part.dim]) if worth.dim() > 1 else worth
-    elif worth.dim() == 1 and len(worth) == shape[part.dim]:
+    elif part.dim == 0 and worth.shape == shape[:1]:
         along = worth
     else:
         return worth.sum() * (len(part.index) / shape[part.dim])

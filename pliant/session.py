@@ -79,6 +79,12 @@ class Session:
         self._params = trainable(model)
         if not self._params:
             raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
+        hooked = next((name for name, p in self._params.items() if p._post_accumulate_grad_hooks), None)
+        if hooked is not None:
+            raise ValueError(
+                f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would set off. "
+                f"Remove it."
+            )
         self._optimizer = optimizer
         self._begun: Any = None  # the mark at which a step began that is not counted yet
         self._found = found(model)
@@ -451,8 +457,9 @@ class Session:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed."""
-        checkpoint.save(path, self.model, self._optimizer, self.scaler, self.state_dict())
-        self._log.flush()
+        state = self.state_dict()
+        self._log.flush()  # a checkpoint is never ahead of the log
+        checkpoint.save(path, self.model, self._optimizer, self.scaler, state)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file that `save` wrote, as if the run had never stopped."""

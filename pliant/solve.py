@@ -67,9 +67,12 @@ def knapsack(bins: int = 10_000) -> Solver:
     at `limit − (everything between the loss and d) − price(d)`, and the best read wins. O(units · bins).
 
     Up to log2(bins) units are enumerated, so the answer is exact on any graph. Beyond that the table has `bins` columns: the
-    limit always holds, and the answer is the best one up to the width of a column. On a graph with branches the table works
-    with prices that err on the safe side (see `_chain`); `milp` is exact there too.
+    limit always holds, and the answer is the best one up to the width of a few columns. On a graph with branches the table
+    works with prices that err on the safe side (see `_chain`); `milp` is exact there too.
     """
+
+    if bins < 1:
+        raise ValueError(f"knapsack(bins={bins}): a table has at least one column.")
 
     def solve(problem: Problem) -> Mask:
         if len(problem.limits) > 1:
@@ -79,10 +82,15 @@ def knapsack(bins: int = 10_000) -> Solver:
         free = problem.free
         if 2 ** len(free) <= bins:
             return _enumerate(problem, free)
-        taken = problem.always.copy()
-        own, between = _chain(problem, free)
+        own, between, alone = _chain(problem, free)
         limit = (problem.limits[0] - problem.cost(problem.always)[0]) * (1 + SLACK)
-        taken[free[_table(problem.values[free], own, between, limit, bins)]] = True
+        picked = _table(problem.values[free], own, between, limit, bins)
+        # Beside a branch, one unit at its true price may be worth more than all that the table can see.
+        single = int(np.argmax(np.where(alone <= limit, problem.values[free], 0.0)))
+        if alone[single] <= limit and problem.values[free[single]] > problem.values[free[picked]].sum():
+            picked = np.array([single])
+        taken = problem.always.copy()
+        taken[free[picked]] = True
         return taken
 
     return solve
@@ -106,8 +114,9 @@ def _enumerate(problem: Problem, free: NDArray[np.intp]) -> Mask:
     return masks[int(np.argmax(values))]
 
 
-def _chain(problem: Problem, free: NDArray[np.intp]) -> tuple[Array, Array]:
-    """The problem as a chain: what each free unit pays alone, and what lies between the loss and each.
+def _chain(problem: Problem, free: NDArray[np.intp]) -> tuple[Array, Array, Array]:
+    """The problem as a chain: what each free unit pays by itself, what lies between the loss and each, and, beside that, the
+    true price of each if it were the only one.
 
     A charge that most units behind some depth need is part of the way there: everybody who goes that deep pays it. A charge
     that a few units share is paid by each of them. On a chain both are exact; on branches both may ask for more than the
@@ -122,7 +131,7 @@ def _chain(problem: Problem, free: NDArray[np.intp]) -> tuple[Array, Array]:
     own += price[~common] @ rows[~common]
     between = np.zeros(len(free))
     np.add.at(between, first[common], price[common])
-    return own, np.cumsum(between)
+    return own, np.cumsum(between), price @ rows
 
 
 def _table(values: Array, own: Array, between: Array, limit: float, bins: int) -> NDArray[np.intp]:
@@ -133,7 +142,7 @@ def _table(values: Array, own: Array, between: Array, limit: float, bins: int) -
     limit, so a larger limit reads the same table further right and its value never falls. A state is one integer, value ·
     2^bits − error, so that one maximum keeps both.
     """
-    quantum = max(own.sum() / bins, 1e-300)
+    quantum = own.sum() / bins or 1.0
     price = np.rint(own / quantum).astype(int)
     bits = _ERROR_BITS + len(own).bit_length()
     error = np.ceil((own / quantum - price) * 2**_ERROR_BITS).astype(np.int64)
@@ -145,14 +154,17 @@ def _table(values: Array, own: Array, between: Array, limit: float, bins: int) -
     table = np.zeros(width, np.int64)
     took = np.zeros((len(own), width), bool)
     winner, deepest, column, end = 0, -1, 0, 1
+    rooms, worths, half = room.tolist(), worth.tolist(), 1 << (bits - 1)
     for d, p in enumerate(price):
-        read = min(int(room[d]), end - 1) if room[d] >= 0 else -1
-        while read >= 0:  # down to the first state whose true price fits: a few columns
-            state = int(table[read])
-            value = (state + (1 << (bits - 1))) >> bits
-            if read + ((value << bits) - state) / 2**_ERROR_BITS <= room[d]:
-                if value + int(worth[d]) > winner:
-                    winner, deepest, column = value + int(worth[d]), d, read
+        # Down to the first state whose true price fits; a state may be a little cheaper than its column, too.
+        read = min(int(rooms[d]) + 3, end - 1) if rooms[d] >= 0 else -1
+        while read >= 0:
+            state = table.item(read)
+            value = (state + half) >> bits
+            if value + worths[d] <= winner:  # and further down nothing is worth more
+                break
+            if read + ((value << bits) - state) / 2**_ERROR_BITS <= rooms[d]:
+                winner, deepest, column = value + worths[d], d, read
                 break
             read -= 1
         if p < width:
@@ -177,21 +189,27 @@ def milp(gap: float = 0.0, nodes: int = 20_000) -> Solver:
     so that the same problem has the same answer everywhere; the better of its answer and the one-pass one is returned.
     """
 
+    if not gap >= 0 or nodes < 1:
+        raise ValueError(f"milp(gap={gap}, nodes={nodes}): the gap is a share, 0 or more, and there is at least one node.")
+
     def solve(problem: Problem) -> Mask:
         if (easy := _everything_fits(problem)) is not None:
             return easy
         one_pass = knapsack() if len(problem.limits) == 1 else greedy()
         best = one_pass(problem)
         for tighter in (0.0, 1e-5):  # HiGHS accepts a limit missed by 1e-6; we do not
-            found = _branch_and_bound(problem, gap, nodes, tighter)
-            if found is not None and problem.fits(found):
-                return found if problem.value(found) > problem.value(best) else best
+            found = _branch_and_bound(problem, best, gap, nodes, tighter)
+            if found is None or problem.value(found) <= problem.value(best):
+                return best
+            if problem.fits(found):
+                return found
         return best
 
     return solve
 
 
-def _branch_and_bound(problem: Problem, gap: float, nodes: int, tighter: float) -> Mask | None:
+def _branch_and_bound(problem: Problem, best: Mask, gap: float, nodes: int, tighter: float) -> Mask | None:
+    """The best choice of those that are worth more than `best`, if there are any."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
@@ -218,10 +236,11 @@ def _branch_and_bound(problem: Problem, gap: float, nodes: int, tighter: float) 
     constraints = [LinearConstraint(weights, -np.inf, (left / scale[:, 0]) - tighter)]
     if len(over):
         constraints.append(LinearConstraint(links.tocsr(), 0, np.inf))
-    top = float(np.abs(problem.values[free]).max())
+    worth = np.concatenate([problem.values[free] / problem.values[free].max(), np.zeros(m)])
+    constraints.append(LinearConstraint(worth[None], worth[:n] @ best[free] + 1e-7, np.inf))
     result = milp(
-        np.concatenate([-problem.values[free] / top, np.zeros(m)]),
-        integrality=np.concatenate([np.ones(n), np.zeros(m)]),
+        -worth,
+        integrality=np.ones(n + m),  # charges follow units, so they are whole anyway; said, HiGHS searches less
         bounds=Bounds(0, 1),
         constraints=constraints,
         options={"mip_rel_gap": gap, "node_limit": nodes},
@@ -315,6 +334,9 @@ def fixed(*globs: str) -> Solver:
 def sample(k: int | None = None) -> Solver:
     """Units in random order, each if it still fits; at most `k`. Another draw each round, the same for the same seed."""
 
+    if k is not None and k < 1:
+        raise ValueError(f"sample(k={k}): a draw holds at least one unit.")
+
     def solve(problem: Problem) -> Mask:
         order = [int(i) for i in problem.rng().permutation(len(problem.names)) if not problem.always[i]]
         return _fill(problem, order, stop=False, most=k)
@@ -324,6 +346,9 @@ def sample(k: int | None = None) -> Solver:
 
 def cycle(k: int = 1) -> Solver:
     """The next `k` units each round, from the one nearest the loss outwards and around again."""
+
+    if k < 1:
+        raise ValueError(f"cycle(k={k}): a round holds at least one unit.")
 
     def solve(problem: Problem) -> Mask:
         others = np.flatnonzero(~problem.always)

@@ -141,6 +141,11 @@ class Profile:
     coverage: float | None = None
     uncounted: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for i, charge in enumerate(self.charges):
+            if any(not i < j < len(self.charges) for j in charge.via):
+                raise ValueError(f"charge {i} ({charge.name!r}) has via={charge.via}: it may point to later charges only.")
+
     def cost(self, units: Iterable[Unit], engine: str = "plain", cached: bool = False) -> Cost:
         """What one step costs when just these units are chosen. THE judge: solvers are checked against it."""
         if engine != "plain" or cached:
@@ -213,8 +218,9 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
-        if data.get("format") != "pliant.profile/1":
-            raise ValueError(f"not a Pliant profile: format is {data.get('format')!r}, expected 'pliant.profile/1'.")
+        found = data.get("format") if isinstance(data, Mapping) else None
+        if found != "pliant.profile/1":
+            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/1'.")
         charges = tuple(Charge(c["name"], Cost(**c["cost"]), tuple(c["params"]), tuple(c["via"])) for c in data["charges"])
         return cls(
             charges,
@@ -233,8 +239,8 @@ class Profile:
     def load(cls, path: str | os.PathLike[str], now: Mapping[str, Any] | None = None, allow_mismatch: bool = False) -> Profile:
         """Read a profile; with `now` (see `measure.origin`) also check that it was taken under these conditions."""
         try:
-            profile = cls.from_json(json.loads(Path(path).read_text()))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            profile = cls.from_json(json.loads(Path(path).read_bytes()))
+        except (ValueError, KeyError, TypeError) as error:  # no text, no JSON, no profile, or half of one
             raise ValueError(
                 f"{os.fspath(path)!r} is not a whole Pliant profile: {error}. Measure and save it again."
             ) from error

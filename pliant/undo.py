@@ -61,7 +61,14 @@ class Undo:
         params, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
         self._params = {name: t.to(params[name].device, copy=True) for name, t in state["params"].items()}
         self._buffers = {name: t.to(buffers[name].device, copy=True) for name, t in state["buffers"].items()}
-        self._state = dict(state["state"])
+        self._state = {name: _on(params[name].device, held) for name, held in state["state"].items()}
+
+
+def _on(device: torch.device, held: Any) -> Any:
+    """Optimizer state of one parameter on its device; single numbers (step counts) stay where they are."""
+    if not held:
+        return held
+    return {key: v.to(device) if isinstance(v, torch.Tensor) and v.dim() else v for key, v in held.items()}
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

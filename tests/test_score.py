@@ -567,27 +567,31 @@ def test_without_gradients_there_is_nothing_to_watch() -> None:
 
 
 class Poisoned(nn.Module):
-    """Finite loss; the gradient of `poison` is not a number."""
+    """Finite loss; the gradient of `poison` is not a number, or infinite."""
 
-    def __init__(self) -> None:
+    def __init__(self, strength: float) -> None:
         super().__init__()
         self.first, self.last, self.poison = nn.Linear(5, 6), nn.Linear(6, 4), nn.Parameter(torch.zeros(3))
+        self.strength = strength
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.first(x))) + self.poison.sqrt().sum() * 0
+        return self.last(torch.tanh(self.first(x))) + self.poison.sqrt().sum() * torch.tensor([self.strength, 0, 0, 0])
 
 
 @pytest.mark.parametrize("signal", [ONE_BATCH, score.update_gain(), score.grad_norm()], ids=["whole", "cross", "norm"])
 @pytest.mark.parametrize("make", [sgd, adamw])
-def test_a_gradient_that_is_no_number_spoils_its_own_unit_only(signal: score.Signal, make: Make) -> None:
-    model, (x, y) = Poisoned(), (torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 0, 1]))
+@pytest.mark.parametrize("strength", [0.0, 1.0], ids=["not a number", "infinite"])
+def test_a_gradient_that_is_no_number_spoils_its_own_unit_only(signal: score.Signal, make: Make, strength: float) -> None:
+    model, (x, y) = Poisoned(strength), (torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 0, 1]))
     values = probe(signal, model, make(model), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y))
     assert {name for name, value in values.items() if not math.isfinite(value)} == {"poison"}
     assert math.isnan(values["poison"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("signal", [s for n, s in SIGNALS.items() if n not in ("weight_norm", "nearness", "random")], ids=str)
+@pytest.mark.parametrize(
+    "signal", [s for n, s in SIGNALS.items() if n not in ("weight_norm", "nearness", "random")], ids=lambda s: s.name
+)
 def test_a_loss_that_is_no_number_is_an_error(signal: score.Signal, bad: float) -> None:
     model, loss, batch = ZOO["conv_net"].make()
     optimizer = sgd(model)
@@ -677,7 +681,7 @@ def test_only_what_is_asked_for_is_probed() -> None:
 
 
 class Making(nn.Module):
-    """A buffer that is None until the first forward pass."""
+    """A buffer that is None until the first forward pass, and one that is not there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -686,13 +690,14 @@ class Making(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = x.mean(0)
+        self.register_buffer("late", x.amax(0))
         return self.layer(x)
 
 
-def test_a_buffer_that_the_probe_made_is_gone() -> None:
+def test_buffers_that_the_probe_made_are_gone() -> None:
     model = Making()
     probe(score.grad_norm(), model, sgd(model), lambda m, x: m(x).square().mean(), torch.randn(6, 5))
-    assert model.mean is None
+    assert model.mean is None and not hasattr(model, "late")
 
 
 def test_an_expanded_buffer_is_no_obstacle() -> None:

@@ -600,19 +600,22 @@ def test_what_was_watched_survives_a_stop(tmp_path: Path) -> None:
     assert changed_at[0] == changed_at[1]
 
 
-STILL = 1e-30  # a learning rate at which weights stand still, so that probes can be repeated by hand
+def standing(model: nn.Module) -> torch.optim.Optimizer:
+    """Moves nothing, so that probes can be repeated by hand."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def near(values: dict[str, float]) -> Any:
-    return pytest.approx(values, rel=1e-5, abs=0)  # gains at such a rate are far below the usual tolerance
+def by_norm(every: int, **signal: Any) -> Policy:
+    policy = by_gain(schedule.every(steps=every), Budget(time=0.6))
+    return replace(policy, signal=replace(score.grad_norm(), **signal))
 
 
 def probed_by_hand(policy: Policy, *batches: Batch) -> dict[str, float]:
     """The mean value of each layer of a fresh chain over these batches."""
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=STILL)
     layers = [Unit(n, (Part(f"{n}.weight"), Part(f"{n}.bias"))) for n in ("head", *(f"layers.{i}" for i in range(4)))]
-    probes = [score.probe(policy.signal, model, optimizer, classify, batch, layers) for batch in batches]
+    probes = [score.probe(policy.signal, model, standing(model), classify, batch, layers) for batch in batches]
+    assert all(value > 0 for probe in probes for value in probe.values())
     return {unit.name: sum(probe[unit] for probe in probes) / len(probes) for unit in layers}
 
 
@@ -620,9 +623,9 @@ def probed_by_hand(policy: Policy, *batches: Batch) -> dict[str, float]:
 def test_several_probes_are_collected_and_averaged(stop: int | None, tmp_path: Path) -> None:
     def opened() -> Session:
         model = make()
-        return Session(model, torch.optim.SGD(model.parameters(), lr=STILL), classify, policy)
+        return Session(model, standing(model), classify, policy)
 
-    policy = by_gain(schedule.every(steps=4), Budget(time=0.6), batches=3)
+    policy = by_norm(every=4, batches=3)
     stream, rounds, values = data(10), [], []
     session = opened()
     for k, batch in enumerate(stream):
@@ -635,21 +638,21 @@ def test_several_probes_are_collected_and_averaged(stop: int | None, tmp_path: P
         values.append(session.selection.values)
     # At once from one batch, again when three are in; then every four steps, from the next three batches.
     assert rounds == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
-    assert values[0] == near(probed_by_hand(policy, stream[0]))
-    assert values[2] == near(probed_by_hand(policy, *stream[:3]))
-    assert values[8] == near(probed_by_hand(policy, *stream[6:9]))
+    assert values[0] == pytest.approx(probed_by_hand(policy, stream[0]))
+    assert values[2] == pytest.approx(probed_by_hand(policy, *stream[:3]))
+    assert values[8] == pytest.approx(probed_by_hand(policy, *stream[6:9]))
 
 
 def test_old_values_are_blended_in() -> None:
     model = make()
-    policy = by_gain(schedule.every(steps=1), Budget(time=0.6), smooth=0.75)
+    policy = by_norm(every=1, smooth=0.75)
     expected: dict[str, float] = {}
-    with Session(model, torch.optim.SGD(model.parameters(), lr=STILL), classify, policy) as session:
+    with Session(model, standing(model), classify, policy) as session:
         for batch in data(4):
             session.step(batch)
             new = probed_by_hand(policy, batch)
             expected = {name: 0.75 * expected.get(name, value) + 0.25 * value for name, value in new.items()}
-            assert session.selection.values == near(expected)
+            assert session.selection.values == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------- fit
@@ -1154,7 +1157,7 @@ def test_a_profile_holds_for_its_batch_and_device(tmp_path: Path) -> None:
             return names(session)
 
     small = data(1, size=4)[0]
-    for given, batch, says in ((profile, small, "batch 8"), (elsewhere, data()[0], "Raspberry Pi 4")):
+    for given, batch, says in ((profile, small, "batch '8"), (elsewhere, data()[0], "Raspberry Pi 4")):
         with pytest.raises(ProfileMismatch, match=says):
             opened(given, batch)
         assert differences(before, snapshot(model)) == []

@@ -294,7 +294,7 @@ def test_a_function_of_progress_that_lacks_the_length_says_so() -> None:
 
 
 def test_a_resource_that_was_not_measured_cannot_be_limited() -> None:
-    with pytest.raises(BudgetError, match="energy=0.5 cannot be kept: this profile holds no joules"):
+    with pytest.raises(BudgetError, match=r"energy=0\.5 cannot be kept: this profile holds no joules"):
         Budget(energy=0.5).limits(Cost(1.0, 1, 1))
 
 

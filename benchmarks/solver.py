@@ -1,0 +1,287 @@
+"""How fast the solvers are and how good their answers: `knapsack` against `milp` and against a bound that nothing can beat.
+
+    python benchmarks/solver.py           # a few minutes on one CPU thread
+    python benchmarks/solver.py --quick   # about a minute: fewer instances, smaller programs
+
+Instances are random, all values positive (the hardest case), and nothing but the seed decides them. What is timed:
+
+    start clock; chosen = solver(problem); stop clock
+
+CPU time of one thread, minimum of several. `bound` is what whoever may choose parts of units could reach, for the best deepest unit:
+no choice is worth more. Exits with 1 if the knapsack on 500 units and 10,000 bins takes longer than 20 ms, or finds less than 99.2 %
+of the best value.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+
+from pliant.solve import Problem, Solver, knapsack, milp
+
+SECONDS, SHARE = 0.020, 0.992  # what is accepted
+SHARES = (0.1, 0.3, 0.5, 0.8)  # of what choosing everything costs
+
+
+# ---------------------------------------------------------------- instances
+
+
+def made(values: np.ndarray, rows: np.ndarray, price: np.ndarray) -> Problem:
+    names = tuple(f"u{i}" for i in range(len(values)))
+    return Problem(names, values, rows, price, price.sum(axis=1), np.zeros(len(values), bool))
+
+
+def chain_rows(units: int) -> np.ndarray:
+    return np.concatenate([np.eye(units, dtype=bool), np.triu(np.ones((units, units), bool))])
+
+
+def skewed(rng: np.random.Generator, units: int) -> Problem:
+    """Prices and values over orders of magnitude, as they are in real models."""
+    return made(rng.lognormal(0, 1.5, units), chain_rows(units), rng.lognormal(0, 1, (1, 2 * units)))
+
+
+def even(rng: np.random.Generator, units: int) -> Problem:
+    return made(rng.uniform(1, 2, units), chain_rows(units), rng.uniform(1, 2, (1, 2 * units)))
+
+
+def tensors(rng: np.random.Generator, units: int) -> Problem:
+    """Weights and biases in turn: a bias costs a hundredth and is worth a tenth."""
+    bias = np.arange(units) % 2 == 0
+    own = rng.lognormal(0, 0.7, units) * np.where(bias, 0.01, 1)
+    return made(
+        rng.lognormal(0, 1, units) * np.where(bias, 0.1, 1),
+        chain_rows(units),
+        np.concatenate([own, rng.lognormal(0, 0.7, units) * ~bias])[None],
+    )
+
+
+def correlated(rng: np.random.Generator, units: int) -> Problem:
+    """What costs more is worth more: nothing is an obvious choice."""
+    price = rng.lognormal(0, 1, (1, 2 * units))
+    return made(price[0, :units] * rng.uniform(0.9, 1.1, units), chain_rows(units), price)
+
+
+def residual(rng: np.random.Generator, units: int, limits: int = 1) -> Problem:
+    """Blocks of two branches of two units: a unit pays for what is nearer the loss in its branch, and for all blocks before."""
+    block, branch = np.arange(units) // 4, np.arange(units) % 4 // 2
+    behind = block[None] > block[:, None]
+    beside = (block[None] == block[:, None]) & (branch[None] == branch[:, None]) & np.triu(np.ones((units, units), bool))
+    rows = np.concatenate([np.eye(units, dtype=bool), behind | beside])
+    return made(rng.lognormal(0, 1.5, units), rows, rng.lognormal(0, 1, (limits, 2 * units)))
+
+
+def towers(rng: np.random.Generator, units: int) -> Problem:
+    """Two encoders that meet only at the loss: what lies on the way through one is of no use to the other."""
+    tower = np.arange(units) % 2
+    way = np.triu(np.ones((units, units), bool)) & (tower[None] == tower[:, None])
+    rows = np.concatenate([np.eye(units, dtype=bool), way])
+    return made(rng.lognormal(0, 1.5, units), rows, rng.lognormal(0, 1, (1, 2 * units)))
+
+
+def tangled(rng: np.random.Generator, units: int) -> Problem:
+    """Every charge waits for some of the next three: branches of any length."""
+    rows = np.zeros((2 * units, units), bool)
+    for j in range(2 * units - 1, -1, -1):
+        rows[j, j // 2] = True
+        for k in range(j + 1, min(j + 4, 2 * units)):
+            if rng.random() < 0.4:
+                rows[j] |= rows[k]
+    return made(rng.lognormal(0, 1.5, units), rows, rng.lognormal(0, 1, (1, 2 * units)))
+
+
+def two_budgets(rng: np.random.Generator, units: int) -> Problem:
+    return residual(rng, units, limits=2)
+
+
+Make = Callable[[np.random.Generator, int], Problem]
+
+
+def instances(make: Make, units: int, seeds: int, shares: tuple[float, ...]) -> Iterator[tuple[int, float, Problem]]:
+    for seed in range(seeds):
+        whole = make(np.random.default_rng([seed, units]), units)
+        for share in shares:
+            yield seed, share, replace(whole, limits=share * whole.price.sum(axis=1))
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def timed(solver: Solver, problem: Problem, repeats: int) -> tuple[float, float]:
+    """CPU seconds and value; a choice over its limit is no result."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        chosen = solver(problem)
+        seconds.append(time.thread_time() - start)
+    if not problem.fits(chosen):
+        raise SystemExit("a choice is over its limit")
+    return min(seconds), problem.value(chosen)
+
+
+def bound(problem: Problem) -> float:
+    """No choice on this chain is worth more: for every deepest unit, what else fits by value per price, the last one in part."""
+    units = len(problem.names)
+    own, way = problem.price[0, :units], np.cumsum(problem.price[0, units:])
+    order = np.argsort(-problem.values / own)
+    best = 0.0
+    for deepest in range(units):
+        room = problem.limits[0] - way[deepest] - own[deepest]
+        if room < 0:
+            continue
+        nearer = order[order < deepest]
+        used = np.cumsum(own[nearer])
+        whole = int(np.searchsorted(used, room, side="right"))
+        value = problem.values[deepest] + problem.values[nearer[:whole]].sum()
+        if whole < len(nearer):
+            value += (room - (used[whole - 1] if whole else 0.0)) / own[nearer[whole]] * problem.values[nearer[whole]]
+        best = max(best, float(value))
+    return best
+
+
+def long_chains(quick: bool) -> Iterator[dict[str, Any]]:
+    """500 units and 10,000 bins: the acceptance bounds."""
+    for make in (skewed, tensors) if quick else (skewed, even, tensors, correlated):
+        for seed, share, problem in instances(make, 500, 1 if quick else 2, SHARES[1:3] if quick else SHARES):
+            seconds, value = timed(knapsack(10_000), problem, 7)
+            exact_seconds, exact = timed(milp(), problem, 1)
+            yield {
+                "part": "knapsack, 500 units",
+                "kind": make.__name__,
+                "seed": seed,
+                "share": share,
+                "seconds": seconds,
+                "milp_seconds": exact_seconds,
+                "of_milp": value / exact,
+                "of_bound": value / bound(problem),
+                "milp_of_bound": exact / bound(problem),
+            }
+
+
+def programs(quick: bool) -> Iterator[dict[str, Any]]:
+    """How long `milp` takes as problems grow, with one budget and with two."""
+    for make in (skewed, residual, two_budgets):
+        for units in (50, 100) if quick else (50, 100, 200, 400):
+            for seed, share, problem in instances(make, units, 1 if quick else 2, SHARES[1:3]):
+                seconds, _ = timed(milp(), problem, 1)
+                yield {
+                    "part": "milp",
+                    "kind": make.__name__,
+                    "units": units,
+                    "seed": seed,
+                    "share": share,
+                    "seconds": seconds,
+                }
+
+
+def graphs(quick: bool) -> Iterator[dict[str, Any]]:
+    """Where the graph has branches, `knapsack` works with safe prices; this is what that costs."""
+    for make in (residual, towers, tangled):
+        for seed, share, problem in instances(make, 60 if quick else 120, 1 if quick else 4, SHARES):
+            seconds, value = timed(knapsack(), problem, 3)
+            exact_seconds, exact = timed(milp(), problem, 1)
+            yield {
+                "part": "graphs",
+                "kind": make.__name__,
+                "units": len(problem.names),
+                "seed": seed,
+                "share": share,
+                "seconds": seconds,
+                "milp_seconds": exact_seconds,
+                "of_milp": value / exact,
+            }
+
+
+# ---------------------------------------------------------------- reporting
+
+
+def grouped(cells: list[dict[str, Any]], part: str, *keys: str) -> Iterator[tuple[tuple[Any, ...], list[dict[str, Any]]]]:
+    here = [cell for cell in cells if cell["part"] == part]
+    for group in dict.fromkeys(tuple(cell[key] for key in keys) for cell in here):
+        yield group, [cell for cell in here if tuple(cell[key] for key in keys) == group]
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Markdown: medians and worst cases."""
+
+    def ms(group: list[dict[str, Any]], key: str = "seconds") -> str:
+        times = [1e3 * cell[key] for cell in group]
+        return f"{statistics.median(times):.3g} (at most {max(times):.3g})"
+
+    def share(group: list[dict[str, Any]], key: str) -> str:
+        shares = [100 * cell[key] for cell in group]
+        return f"{statistics.median(shares):.2f} % (at least {min(shares):.2f})"
+
+    lines = [
+        f"`knapsack` on chains of 500 units, 10,000 bins; accepted: {1e3 * SECONDS:g} ms and {100 * SHARE:g} % of the best",
+        "",
+        "| instances | ms | of milp's value | of the bound | milp: ms | milp: of the bound |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (kind,), group in grouped(cells, "knapsack, 500 units", "kind"):
+        lines.append(
+            f"| {kind} | {ms(group)} | {share(group, 'of_milp')} | {share(group, 'of_bound')} "
+            f"| {ms(group, 'milp_seconds')} | {share(group, 'milp_of_bound')} |"
+        )
+    lines += ["", "`milp`", "", "| instances | units | ms |", "|---|---|---|"]
+    for (kind, units), group in grouped(cells, "milp", "kind", "units"):
+        lines.append(f"| {kind} | {units} | {ms(group)} |")
+    lines += [
+        "",
+        "`knapsack` beside `milp` on graphs with branches",
+        "",
+        "| instances | units | budget | knapsack: ms | of milp's value | milp: ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (kind, units, budget), group in grouped(cells, "graphs", "kind", "units", "share"):
+        lines.append(f"| {kind} | {units} | {budget} | {ms(group)} | {share(group, 'of_milp')} | {ms(group, 'milp_seconds')} |")
+    return "\n".join(lines) + "\n"
+
+
+def missed(cells: list[dict[str, Any]]) -> list[str]:
+    """Acceptance bounds that were not kept, in words."""
+    out = []
+    for cell in cells:
+        if cell["part"] == "knapsack, 500 units":
+            where = f"{cell['kind']}, seed {cell['seed']}, budget {cell['share']}"
+            if cell["seconds"] > SECONDS:
+                out.append(f"{where}: {1e3 * cell['seconds']:.1f} ms, accepted are {1e3 * SECONDS:g} ms")
+            if cell["of_milp"] < SHARE:
+                out.append(f"{where}: {100 * cell['of_milp']:.2f} % of the best value, accepted are {100 * SHARE:g} %")
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    out = args.out or record.place("solver_quick" if args.quick else "solver")
+    setting = {"bins": 10_000, "budgets": list(SHARES), "quick": args.quick}
+    cells: list[dict[str, Any]] = []
+    for part in (long_chains, programs, graphs):
+        for cell in part(args.quick):
+            cells.append(cell)
+            print({key: f"{v:.4g}" if isinstance(v, float) else v for key, v in cell.items()}, flush=True)
+    record.save(out, setting, cells, table(cells))
+    print(f"\n{table(cells)}\nwritten: {out.name}, {out.with_suffix('.md').name}")
+    problems = missed(cells)
+    for problem in problems:
+        print("MISSED:", problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
