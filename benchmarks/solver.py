@@ -7,9 +7,9 @@ Instances are random, all values positive (the hardest case), and nothing but th
 
     start clock; chosen = solver(problem); stop clock
 
-CPU time of one thread, minimum of several. `bound` is what whoever may choose parts of units could reach, for the best deepest unit:
-no choice is worth more. Exits with 1 if the knapsack on 500 units and 10,000 bins takes longer than 20 ms, or finds less than 99.2 %
-of the best value.
+CPU time of one thread, minimum of several. `bound` is what could be reached if the last unit might be chosen in part, for the
+best deepest unit: no choice is worth more. Exits with 1 if the knapsack on 500 units and 10,000 bins takes longer than 20 ms, or
+finds less than 99.2 % of the best value.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def timed(solver: Solver, problem: Problem, repeats: int) -> tuple[float, float]
 
 
 def bound(problem: Problem) -> float:
-    """No choice on this chain is worth more: for every deepest unit, what else fits by value per price, the last one in part."""
+    """No choice on this chain is worth more: for each deepest unit, what else fits by value per price, the last one in part."""
     units = len(problem.names)
     own, way = problem.price[0, :units], np.cumsum(problem.price[0, units:])
     order = np.argsort(-problem.values / own)

@@ -215,6 +215,9 @@ def scratch(
         mine = [copies[id(param)] for param in group["params"] if id(param) in copies]
         if mine:
             like.param_groups.append({**group, "params": mine})
+            if isinstance(optimizer, torch.optim.Adagrad):  # makes its state when it is built, not at the first step
+                start = group["initial_accumulator_value"]
+                like.state.update(torch.optim.Adagrad(mine, initial_accumulator_value=start).state)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(like, name, OrderedDict())
     return like, [copies[id(param)] for param in params]

@@ -128,11 +128,20 @@ def test_milp_is_the_best_on_chains(chain: Problem) -> None:
     assert chain.value(milp()(chain)) == pytest.approx(brute_force(chain), abs=TIE * 20)
 
 
-@pytest.mark.parametrize("over", [1e-8, 1e-7, 1e-6, 1e-5])
-def test_milp_refuses_what_almost_fits(over: float) -> None:
-    """HiGHS takes a limit that is missed by a millionth for kept."""
-    almost = problem([3.0, 2.0, 1.5, 1.4], np.eye(4), [[1 + over, 0.5, 0.3, 0.3], [1, 1, 1, 1]], [1, 2])
-    assert names(almost, milp()(almost)) == "bc"
+@pytest.mark.parametrize(
+    ("over", "values", "price", "limits"),
+    [
+        (1e-8, [7, 8, 4], [[1, 4, 3], [4, 2, 4]], [4, 7]),
+        (1e-7, [2, 4, 2], [[5, 4, 4], [4, 5, 2]], [8, 8]),
+        (5e-7, [6, 6, 8, 7], [[5, 1, 1, 1], [2, 1, 1, 2]], [4, 4]),
+    ],
+)
+def test_milp_refuses_what_almost_fits(over: float, values: list[float], price: list[list[float]], limits: list[float]) -> None:
+    """HiGHS takes a limit that is missed by a millionth for kept, and finds such a choice first in each of these."""
+    almost = problem(values, np.eye(len(values)), np.array(price) * (1 + over), limits)
+    chosen = milp()(almost)
+    assert keeps(almost, chosen)
+    assert almost.value(chosen) == brute_force(almost)
 
 
 # ---------------------------------------------------------------- never over a limit
@@ -215,6 +224,12 @@ def test_the_table_takes_what_fits_on_a_branch() -> None:
     price = [[1.0] * units + [1.0, 50.0]]
     branch = problem([1.0] * 7 + [100.0] + [1.0] * 12, rows, price, [2.5])
     assert names(branch, knapsack()(branch)) == "h"
+
+
+def test_what_two_units_share_is_not_on_the_way_of_the_others() -> None:
+    rows = np.concatenate([np.eye(20, dtype=bool), [np.arange(20) < 2]])
+    beside = problem([1.0] * 18 + [100.0] * 2, rows, [[1.0] * 20 + [50.0]], [2.5])
+    assert names(beside, knapsack()(beside)) == "st"
 
 
 # ---------------------------------------------------------------- everything of positive value

@@ -65,7 +65,7 @@ def test_a_parameter_that_nothing_names_costs_nothing() -> None:
     assert chain_profile([1.0]).cost(units(5)) == chain_profile([1.0]).cost(units(1))
 
 
-@laws(400)
+@laws(250)
 @given(profiles(), st.sets(st.integers(0, 7)), st.integers(1, 3))
 def test_cost_and_table_agree(profile: Profile, chosen: set[int], group: int) -> None:
     """On any graph, for units of one or several parameters, two of which nothing names."""
@@ -80,7 +80,7 @@ def test_cost_and_table_agree(profile: Profile, chosen: set[int], group: int) ->
     assert len({row.tobytes() for row in table.needed}) == len(table.needed), "no two rows are equal"
 
 
-@laws(200)
+@laws(100)
 @given(profiles(), st.sets(st.integers(0, 5)), st.integers(0, 5))
 def test_one_more_unit_never_costs_less(profile: Profile, chosen: set[int], more: int) -> None:
     u = units(6)
