@@ -8,8 +8,8 @@ Instances are random, all values positive (the hardest case), and nothing but th
     start clock; chosen = solver(problem); stop clock
 
 CPU time of one thread, minimum of several. `bound` is what could be reached if the last unit might be chosen in part, for the
-best deepest unit: no choice is worth more. Exits with 1 if the knapsack on 500 units and 10,000 bins takes longer than 20 ms, or
-finds less than 99.2 % of the best value.
+best deepest unit: no choice is worth more. Exits with 1 if the knapsack on 500 units and 10,000 bins takes longer than 20 ms,
+or finds less than 99.2 % of the best value.
 """
 
 from __future__ import annotations

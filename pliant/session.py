@@ -70,12 +70,10 @@ class Session:
             raise ValueError(f"accumulate={accumulate}: at least one batch goes into an optimizer step.")
         if cache is not None:
             raise ValueError("cache=… needs the prefix engine, which is not there yet: leave it None.")
-        if policy.when.needs_epochs and steps_per_epoch is None:
-            steps_per_epoch = 0  # fit() may still tell; step() asks for it
         self.model, self.loss, self.policy = model, loss, policy
         self.engine, self._run = pick(engine)
         self.clip, self.scaler, self.accumulate = clip, scaler, accumulate
-        self.steps_per_epoch, self.total_steps = steps_per_epoch or None, total_steps
+        self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
         self._params = trainable(model)
         if not self._params:
             raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
@@ -87,6 +85,7 @@ class Session:
             )
         self._optimizer = optimizer
         self._begun: Any = None  # the mark at which a step began that is not counted yet
+        self._ours = False  # whether `step` takes it, and not the caller
         self._found = found(model)
         self._norms = Norms(model, norm)
         self._undo = Undo(model, optimizer) if undo else None
@@ -178,15 +177,19 @@ class Session:
             self._optimizer.zero_grad(set_to_none=True)
         else:
             self._norms.hold_(self._params, self.selection.params)
-        start, self._begun = self._begun, None  # the step is ours: the hook on the optimizer has nothing to count
-        value = self._run(Work(self.model, self._checked_loss, batch, self._backward))
-        self._micro += 1
-        if self._micro < self.accumulate:
-            self._begun = start
-            return value
-        self._micro = 0
-        self._optimizer_step()
-        self._count_step(start, value)
+        self._ours = True
+        try:
+            value = self._run(Work(self.model, self._checked_loss, batch, self._backward))
+            self._micro = (self._micro + 1) % self.accumulate
+            if self._micro == 0:
+                self._optimizer_step()
+                self._count_step(value)
+        except BaseException:
+            if self._micro == 0:
+                self._begun = None  # a step that failed does not count
+            raise
+        finally:
+            self._ours = False
         return value
 
     def before_step(self, batch: Any) -> None:
@@ -194,10 +197,8 @@ class Session:
         self._check_open()
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
-        if (
-            self._begun is not None
-        ):  # the caller's optimizer did not step (a scaler skipped it, say); the batch is spent all the same
-            self._count_step(self._begun)
+        if self._begun is not None:
+            self._count_step()  # the caller's scaler skipped the last step, say; its batch is spent all the same
         if batches.size(batch) == 0:
             raise ValueError("the batch is empty: its tensors have no samples. Skip it, or use drop_last in the loader.")
         try:
@@ -264,13 +265,13 @@ class Session:
 
     def _on_optimizer_step(self, *_: Any) -> None:
         """Hangs on the optimizer: sees the end of a step that the caller takes."""
-        if self._begun is not None and self._micro == 0:
-            self._count_step(self._begun)
+        if self._begun is not None and not self._ours:
+            self._count_step()
 
-    def _count_step(self, start: Any, value: torch.Tensor | None = None) -> None:
-        self._begun = None
+    def _count_step(self, value: torch.Tensor | None = None) -> None:
         self._step += 1
-        self._seconds.append((start, self._watch.mark()))
+        self._seconds.append((self._begun, self._watch.mark()))
+        self._begun = None
         self._log.step(self._step, self._round, value, partial(self._elapsed, self._seconds[-1]))
         if self.policy.when.watches and self._step % Drift.every == 0:
             self._drift.see(score.watch(self._params, self.selection.units))
@@ -399,7 +400,7 @@ class Session:
         if self._micro:
             raise RuntimeError(f"{self._micro} of {self.accumulate} batches of this step are in: save between optimizer steps.")
         if self._begun is not None:  # a step that the caller's scaler skipped
-            self._count_step(self._begun)
+            self._count_step()
         budget = {kind: getattr(self.budget, kind) for kind in ("time", "memory", "macs", "energy")}
         return {
             "format": "pliant.session/1",

@@ -69,7 +69,7 @@ def test_a_choice_fits_only_if_every_limit_holds() -> None:
 
 
 @laws(1000)
-@given(problems("chain"))
+@given(problems("chain", least=4))
 def test_knapsack_is_the_best_on_chains(chain: Problem) -> None:
     chosen = knapsack()(chain)
     assert chain.value(chosen) == brute_force(chain)
@@ -77,7 +77,7 @@ def test_knapsack_is_the_best_on_chains(chain: Problem) -> None:
 
 
 @laws(1000)
-@given(problems("graph"))
+@given(problems("graph", least=4))
 def test_knapsack_is_the_best_on_graphs(graph: Problem) -> None:
     chosen = knapsack()(graph)
     assert graph.value(chosen) == brute_force(graph)
@@ -115,7 +115,7 @@ def test_the_table_equals_branch_and_bound_on_longer_chains(seed: int) -> None:
 
 
 @laws(1000)
-@given(problems("graph", limits=3))
+@given(problems("graph", least=4, limits=3))
 def test_milp_is_the_best_on_graphs_under_several_limits(graph: Problem) -> None:
     chosen = milp()(graph)
     assert graph.value(chosen) == pytest.approx(brute_force(graph), abs=TIE * 20)
