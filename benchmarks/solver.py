@@ -1,7 +1,7 @@
 """How fast the solvers are and how good their answers: `knapsack` against `milp` and against a bound that nothing can beat.
 
-    python benchmarks/solver.py           # a few minutes on one CPU thread
-    python benchmarks/solver.py --quick   # about a minute: fewer instances, smaller programs
+    python benchmarks/solver.py           # some two minutes on one CPU thread
+    python benchmarks/solver.py --quick   # some ten seconds: fewer instances, smaller programs
 
 Instances are random, all values positive (the hardest case), and nothing but the seed decides them. What is timed:
 
@@ -218,7 +218,8 @@ def table(cells: list[dict[str, Any]]) -> str:
 
     def ms(group: list[dict[str, Any]], key: str = "seconds") -> str:
         times = [1e3 * cell[key] for cell in group]
-        return f"{statistics.median(times):.3g} (at most {max(times):.3g})"
+        middle, most = (f"{t:,.0f}" if t >= 100 else f"{t:.3g}" for t in (statistics.median(times), max(times)))
+        return f"{middle} (at most {most})"
 
     def share(group: list[dict[str, Any]], key: str) -> str:
         shares = [100 * cell[key] for cell in group]

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from pliant import __version__, batches, checkpoint, score
-from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_, sandbox
-from pliant.drift import Drift, blend, mean
+from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
+from pliant.choice import Choice
+from pliant.drift import Drift
 from pliant.engine import Work, pick
-from pliant.graph import Loss, compute_loss, read, trainable
-from pliant.measure import Watch, origin
-from pliant.policy import Policy, plan
+from pliant.graph import Loss, compute_loss, trainable
+from pliant.measure import Watch
+from pliant.policy import Policy
 from pliant.runlog import RunLog
 from pliant.types import Budget, ProbeError, Profile, Progress, Selection, Unit, write_aside
 from pliant.undo import Undo
@@ -70,7 +71,7 @@ class Session:
             raise ValueError(f"accumulate={accumulate}: at least one batch goes into an optimizer step.")
         if cache is not None:
             raise ValueError("cache=… needs the prefix engine, which is not there yet: leave it None.")
-        self.model, self.loss, self.policy = model, loss, policy
+        self.model, self.loss = model, loss
         self.engine, self._run = pick(engine)
         self.clip, self.scaler, self.accumulate = clip, scaler, accumulate
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
@@ -90,16 +91,9 @@ class Session:
         self._norms = Norms(model, norm)
         self._undo = Undo(model, optimizer) if undo else None
         self._watch = Watch(next(iter(self._params.values())).device)
-        self._profile: Profile | None = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
-        self._given = profile is not None and not allow_mismatch
-        self._units: tuple[Unit, ...] = ()
-        self._values: dict[Unit, float] = {}
-        self._selection: Selection | None = None
-        self._pending: Selection | None = None  # planned by a new budget, not yet applied
-        self._last = Progress()
-        self._collected: list[dict[Unit, float]] | None = None
-        self._drift = Drift()
-        self._step = self._round = self._micro = 0
+        known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
+        self._choice = Choice(policy, known, check=not allow_mismatch)
+        self._step = self._micro = 0
         self._log = RunLog(log)
         self._seconds: deque[tuple[Any, Any]] = deque(maxlen=100)
         self._closed = False
@@ -110,26 +104,35 @@ class Session:
     @property
     def selection(self) -> Selection:
         """What is chosen now."""
-        if self._selection is None:
+        if self._choice.selection is None:
             raise RuntimeError("nothing is chosen yet: the first step (or before_step) chooses.")
-        return self._selection
+        return self._choice.selection
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """Everything that can be chosen, nearest the loss first; empty before the first step."""
-        return self._units
+        return self._choice.units
+
+    @property
+    def policy(self) -> Policy:
+        """The method and its budget as they are now."""
+        return self._choice.policy
 
     @property
     def profile(self) -> Profile:
         """What a step costs here, for any selection."""
-        if self._profile is None:
+        if self._choice.profile is None:
             raise RuntimeError("nothing is measured yet: the first step (or before_step) measures.")
-        return self._profile
+        return self._choice.profile
 
     @property
     def progress(self) -> Progress:
         """Where the run stands."""
         return Progress(self._step, self._round, self.steps_per_epoch, self.total_steps)
+
+    @property
+    def _round(self) -> int:
+        return self._choice.selection.round if self._choice.selection is not None else 0
 
     @property
     def measured_seconds(self) -> float | None:
@@ -144,10 +147,7 @@ class Session:
 
     @budget.setter
     def budget(self, budget: Budget) -> None:
-        policy = replace(self.policy, budget=budget)
-        if self._selection is not None and self._profile is not None:
-            self._pending = plan(policy, self._profile, self._values, replace(self.progress, round=self._round + 1))
-        self.policy = policy
+        self._choice.change_budget(budget, self.progress)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -156,9 +156,9 @@ class Session:
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._selection is not None:
-            check_in_groups(self._params, optimizer, self._selection.params)
-            self._collected = self._collected if self._collected is not None else []
+        if self._choice.selection is not None:
+            check_in_groups(self._params, optimizer, self.selection.params)
+            self._choice.ask_again()
         self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
         self._optimizer = optimizer
@@ -202,11 +202,12 @@ class Session:
         if batches.size(batch) == 0:
             raise ValueError("the batch is empty: its tensors have no samples. Skip it, or use drop_last in the loader.")
         try:
-            if not self._units:
-                self._look(batch)
+            if not self.units:
+                self._choice.look(self.model, self._optimizer, self.loss, batch)
+                self._log_start()
             self._choose(batch)
         except BaseException:
-            if self._selection is None:  # the probe held norms for a choice that did not come about
+            if self._choice.selection is None:  # the probe held norms for a choice that did not come about
                 self._norms.release_()
             raise
         check_in_groups(self._params, self._optimizer, self.selection.params)
@@ -274,95 +275,33 @@ class Session:
         self._begun = None
         self._log.step(self._step, self._round, value, partial(self._elapsed, self._seconds[-1]))
         if self.policy.when.watches and self._step % Drift.every == 0:
-            self._drift.see(score.watch(self._params, self.selection.units))
+            self._choice.drift.see(score.watch(self._params, self.selection.units))
 
     # ------------------------------------------------------------ choosing
 
-    def _look(self, batch: Any) -> None:
-        """Read the graph, name the units, measure: once, on the first batch."""
-        if self._profile is None:
-            self._profile = self.policy.cost(self.model, self._optimizer, self.loss, batch)
-        elif self._given:
-            self._profile.check_origin(origin(self.model, batch))
-        with sandbox(self.model, train=self._params):
-            graph = read(self.model, self.loss, batch)
-        self._units = self.policy.units(graph)
-        self._log.write(
-            "start",
-            pliant=__version__,
-            policy=self.policy.name,
-            when=self.policy.when.name,
-            signal=self.policy.signal.name,
-            engine=self.engine,
-            seed=self.policy.seed,
-            origin=dict(self._profile.origin),
-            full=asdict(self._profile.full),
-            forward=asdict(self._profile.base),
-            units={unit.name: list(unit.params) for unit in self._units},
-        )
-
     def _choose(self, batch: Any) -> None:
-        """Probe and plan if due; apply only what was planned without error."""
-        if self._pending is not None:
-            self._use(self._pending)
-            self._pending = None
-        now = self.progress
-        idle = self._collected is None
-        if self._selection is None or (idle and self.policy.when.due(now, self._last, self._drift.amount)):
-            self._collected = []
-        if self._collected is None:
-            if self._selection is not None and self._over_limit(now):
-                self._use(self._plan())
-            return
+        """Ask for the next selection and apply it; a probe that fails leaves the one in force."""
         start = self._watch.mark()
-        # Norms run as they do now; before anything is chosen, as if the head alone were.
-        current = self._selection.params if self._selection is not None else set(self.profile.head)
-        self._norms.hold_(self._params, current)
         try:
-            self._collected.append(self._probe(batch))
+            selection = self._choice.next(self.progress, partial(self._probe, batch))
         except ProbeError as error:
-            if self._selection is None:
+            if self._choice.selection is None:
                 raise
             self._note(f"probe skipped: {error}")
-            self._collected, self._last = None, now
             return
-        complete = len(self._collected) >= self.policy.signal.batches
-        if self._selection is not None and not complete:
-            return
-        self._values = blend(self._values, mean(self._collected), self.policy.signal.smooth)
-        if complete:
-            self._collected = None
-        self._use(self._plan(), (start, self._watch.mark()))
+        if selection is not None:
+            self._use(selection, (start, self._watch.mark()))
 
-    def _probe(self, batch: Any) -> dict[Unit, float]:
+    def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
+        # Norms run as they do now; before anything is chosen, as if the head alone were.
+        current = self._choice.selection.params if self._choice.selection is not None else set(self.profile.head)
+        self._norms.hold_(self._params, current)
         scale = self.scaler.get_scale() if self.scaler is not None else 1.0
-        return score.probe(
-            self.policy.signal,
-            self.model,
-            self._optimizer,
-            self.loss,
-            batch,
-            self._units,
-            scale=scale,
-            seed=self.policy.seed,
-            round=self._next_round,
-        )
+        signal, seed = self.policy.signal, self.policy.seed
+        work = signal, self.model, self._optimizer, self.loss, batch, self.units
+        return score.probe(*work, scale=scale, seed=seed, round=round)
 
-    @property
-    def _next_round(self) -> int:
-        return self._round + 1 if self._selection is not None else 0
-
-    def _plan(self) -> Selection:
-        return plan(self.policy, self.profile, self._values, replace(self.progress, round=self._next_round))
-
-    def _over_limit(self, now: Progress) -> bool:
-        """Whether a budget that moves with progress has moved away from the one that was planned for."""
-        if not any(callable(getattr(self.policy.budget, kind)) for kind in ("time", "memory", "macs", "energy")):
-            return False
-        limits, planned = self.policy.budget.limits(self.profile.full, now), self.selection.limit
-        return any(abs(amount - planned[name]) > 0.05 * planned[name] for name, amount in limits.items())
-
-    def _use(self, selection: Selection, took: tuple[Any, Any] | None = None) -> None:
+    def _use(self, selection: Selection, took: tuple[Any, Any]) -> None:
         """Apply a selection: everything that can fail comes before the first change."""
         check_in_groups(self._params, self._optimizer, selection.params)
         if self._undo is not None:
@@ -372,15 +311,23 @@ class Session:
         self._log.flush()
         measured = self.measured_seconds
         apply_(self._params, self._optimizer, selection.params, self.policy.state)
-        self._round = selection.round
-        self._selection, self._last = selection, self.progress
-        self._drift = Drift()
+        self._choice.take(selection, replace(self.progress, round=selection.round))
         self._seconds.clear()
+        self._log.write("round", **selection.to_json(), choosing_seconds=self._elapsed(took), measured_before=measured)
+
+    def _log_start(self) -> None:
         self._log.write(
-            "round",
-            **selection.to_json(),
-            choosing_seconds=self._elapsed(took) if took else 0.0,
-            measured_before=measured,
+            "start",
+            pliant=__version__,
+            policy=self.policy.name,
+            when=self.policy.when.name,
+            signal=self.policy.signal.name,
+            engine=self.engine,
+            seed=self.policy.seed,
+            origin=dict(self.profile.origin),
+            full=asdict(self.profile.full),
+            forward=asdict(self.profile.base),
+            units={unit.name: list(unit.params) for unit in self.units},
         )
 
     def _elapsed(self, span: tuple[Any, Any]) -> float:
@@ -401,48 +348,22 @@ class Session:
             raise RuntimeError(f"{self._micro} of {self.accumulate} batches of this step are in: save between optimizer steps.")
         if self._begun is not None:  # a step that the caller's scaler skipped
             self._count_step()
-        budget = {kind: getattr(self.budget, kind) for kind in ("time", "memory", "macs", "energy")}
         return {
             "format": "pliant.session/1",
             "step": self._step,
-            "round": self._round,
-            "last": [self._last.step, self._last.round],
-            "units": [unit.to_json() for unit in self._units],
-            "profile": self._profile.to_json() if self._profile is not None else None,
-            "selection": self._selection.to_json() if self._selection is not None else None,
-            "pending": self._pending.to_json() if self._pending is not None else None,
-            "values": {unit.name: value for unit, value in self._values.items()},
-            "collected": None if self._collected is None else [{u.name: v for u, v in c.items()} for c in self._collected],
-            "drift": self._drift.state(),
-            "budget": None if any(callable(v) for v in budget.values()) else budget,
-            "seed": self.policy.seed,
+            **self._choice.state(),
             "undo": self._undo.state() if self._undo is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state: same values, same selection, same measurements."""
         self._check_state(state)
-        units = tuple(Unit.from_json(unit) for unit in state["units"])
-        by_name = {unit.name: unit for unit in units}
-        selection = Selection.from_json(state["selection"]) if state["selection"] else None
-        self._micro, self._begun = 0, None
-        self._step, self._round = state["step"], state["round"]
-        self._last = Progress(state["last"][0], state["last"][1], self.steps_per_epoch, self.total_steps)
-        self._units = units
-        self._profile = Profile.from_json(state["profile"]) if state["profile"] else self._profile
-        self._selection = selection
-        self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
-        self._values = {by_name[name]: value for name, value in state["values"].items()}
-        collected = state["collected"]
-        self._collected = None if collected is None else [{by_name[n]: v for n, v in c.items()} for c in collected]
-        self._drift = Drift.of(state["drift"])
-        if state["budget"] is not None:
-            self.policy = replace(self.policy, budget=Budget(**state["budget"]))
-        self.policy = replace(self.policy, seed=state["seed"])
+        self._step, self._micro, self._begun = state["step"], 0, None
+        self._choice.load(state, self.progress)
         if self._undo is not None and state["undo"] is not None:
             self._undo.load(state["undo"])
-        if selection is not None:
-            apply_(self._params, self._optimizer, selection.params, self.policy.state)
+        if self._choice.selection is not None:
+            apply_(self._params, self._optimizer, self.selection.params, self.policy.state)
         self._log.write("resume", step=self._step, round=self._round)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import pliant
 PACKAGE = Path(pliant.__file__).parent
 
 LEFT = {"types", "schedule", "solve", "policy", "batches", "graph", "units", "apply", "measure", "score", "engine", "undo"}
-LEFT |= {"runlog", "drift", "checkpoint"}
+LEFT |= {"runlog", "drift", "checkpoint", "choice"}
 
 # room → the rooms and the packages outside the standard library that it may import, wherever in its files the import stands
 MAY_IMPORT: dict[str, set[str]] = {
@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runlog": {"torch"},
     "drift": {"types"},
     "checkpoint": {"types", "apply", "torch"},
+    "choice": {"types", "policy", "graph", "measure", "apply", "drift", "torch"},
     "session": LEFT | {"torch", "safetensors"},
     "recipes": {"policy", "schedule", "score", "solve", "units", "measure", "types"},
     "models": {"torch", "safetensors"},

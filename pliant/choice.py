@@ -1,0 +1,139 @@
+"""Decides what trains next: measures once, probes when due, plans. Changes nothing; the session applies what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pliant.apply import sandbox
+from pliant.drift import Drift, blend, mean
+from pliant.graph import Loss, read
+from pliant.measure import origin
+from pliant.policy import Policy, plan
+from pliant.types import RESOURCES, Budget, ProbeError, Profile, Progress, Selection, Unit
+
+Probe = Callable[[int], dict[Unit, float]]
+
+
+class Choice:
+    """What can be chosen, what it costs, what it is worth, what is chosen now, and when that was decided."""
+
+    def __init__(self, policy: Policy, profile: Profile | None, check: bool) -> None:
+        """`check` holds a profile that was given against the conditions of the first batch."""
+        self.policy = policy
+        self.profile = profile
+        self.units: tuple[Unit, ...] = ()
+        self.selection: Selection | None = None
+        self.drift = Drift()
+        self._check = check and profile is not None
+        self._values: dict[Unit, float] = {}
+        self._pending: Selection | None = None  # planned for a new budget, not yet in force
+        self._last = Progress()
+        self._collected: list[dict[Unit, float]] | None = None  # probes of a re-selection that is under way
+
+    def look(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any) -> None:
+        """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
+        if self.profile is None:
+            self.profile = self.policy.cost(model, optimizer, loss, batch)
+        elif self._check:
+            self.profile.check_origin(origin(model, batch))
+        with sandbox(model):
+            graph = read(model, loss, batch)
+        self.units = self.policy.units(graph)
+
+    def next(self, now: Progress, probe: Probe) -> Selection | None:
+        """What to change to, or None. `probe(round)` scores every unit on the batch at hand.
+
+        A re-selection takes `signal.batches` probes, one per step; the first selection does not wait for them. A probe that
+        fails ends the attempt: what is in force stays.
+        """
+        if self._pending is not None:
+            return self._pending
+        if self.selection is None or (self._collected is None and self.policy.when.due(now, self._last, self.drift.amount)):
+            self._collected = []
+        if self._collected is None:
+            return self._plan(now) if self._budget_moved(now) else None
+        try:
+            self._collected.append(probe(self._next_round))
+        except ProbeError:
+            self._collected, self._last = None, now
+            raise
+        complete = len(self._collected) >= self.policy.signal.batches
+        if self.selection is not None and not complete:
+            return None
+        self._values = blend(self._values, mean(self._collected), self.policy.signal.smooth)
+        if complete:
+            self._collected = None
+        return self._plan(now)
+
+    def take(self, selection: Selection, now: Progress) -> None:
+        """This selection is in force from now on."""
+        self.selection, self._last, self._pending, self.drift = selection, now, None, Drift()
+
+    def ask_again(self) -> None:
+        """Probe with the next batch, whatever the schedule says."""
+        if self._collected is None:
+            self._collected = []
+
+    def change_budget(self, budget: Budget, now: Progress) -> None:
+        """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays."""
+        policy = replace(self.policy, budget=budget)
+        if self.selection is not None and self.profile is not None:
+            self._pending = plan(policy, self.profile, self._values, replace(now, round=self._next_round))
+        self.policy = policy
+
+    @property
+    def _next_round(self) -> int:
+        return self.selection.round + 1 if self.selection is not None else 0
+
+    def _plan(self, now: Progress) -> Selection:
+        if self.profile is None:
+            raise RuntimeError("nothing is measured yet: look() comes first.")
+        return plan(self.policy, self.profile, self._values, replace(now, round=self._next_round))
+
+    def _budget_moved(self, now: Progress) -> bool:
+        """Whether a budget that moves with progress has moved away from the one that was planned for."""
+        budget = self.policy.budget
+        if self.selection is None or self.profile is None or not any(callable(getattr(budget, k)) for k in RESOURCES):
+            return False
+        planned = self.selection.limit
+        limits = budget.limits(self.profile.full, now)
+        return any(abs(amount - planned[name]) > 0.05 * planned[name] for name, amount in limits.items())
+
+    # ------------------------------------------------------------ save and resume
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what is chosen next, in plain types."""
+        budget = {kind: getattr(self.policy.budget, kind) for kind in RESOURCES}
+        return {
+            "last": [self._last.step, self._last.round],
+            "units": [unit.to_json() for unit in self.units],
+            "profile": self.profile.to_json() if self.profile is not None else None,
+            "selection": self.selection.to_json() if self.selection is not None else None,
+            "pending": self._pending.to_json() if self._pending is not None else None,
+            "values": {unit.name: value for unit, value in self._values.items()},
+            "collected": None if self._collected is None else [{u.name: v for u, v in c.items()} for c in self._collected],
+            "drift": self.drift.state(),
+            "budget": None if any(callable(amount) for amount in budget.values()) else budget,
+            "seed": self.policy.seed,
+        }
+
+    def load(self, state: Mapping[str, Any], now: Progress) -> None:
+        """Go on from a saved state: same values, same selection, same measurements."""
+        self.units = tuple(Unit.from_json(unit) for unit in state["units"])
+        by_name = {unit.name: unit for unit in self.units}
+        self._last = replace(now, step=state["last"][0], round=state["last"][1])
+        self.profile = Profile.from_json(state["profile"]) if state["profile"] else self.profile
+        self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
+        self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
+        self._values = {by_name[name]: value for name, value in state["values"].items()}
+        collected = state["collected"]
+        self._collected = None if collected is None else [{by_name[n]: v for n, v in c.items()} for c in collected]
+        self.drift = Drift.of(state["drift"])
+        self.policy = replace(self.policy, seed=state["seed"])
+        if state["budget"] is not None:
+            self.policy = replace(self.policy, budget=Budget(**state["budget"]))
