@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import numbers
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -312,9 +313,9 @@ def _amount(kind: str, given: Amount, full: float | None) -> float:
         if amount <= 0:
             raise ValueError(f"{kind}={given!r} must be more than nothing.")
         return amount
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 1:
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < given <= 1:
         raise ValueError(f"{kind}={given!r} is neither a share in (0, 1] of a full step nor a number with {where}.")
-    return float("inf") if full is None else given * full
+    return float("inf") if full is None else float(given) * full
 
 
 @dataclass(frozen=True)

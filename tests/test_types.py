@@ -332,3 +332,7 @@ def test_a_selection_knows_its_parameters_and_its_share() -> None:
     assert selection.share() == 0.5
     assert selection.share("bytes") == 0.1
     assert Selection((), Cost(1.0), {}, 0.0).share() == 0.0
+
+
+def test_a_share_may_be_a_number_of_numpy() -> None:
+    assert Budget(time=np.float32(0.5)).limits(Cost(seconds=4.0)) == {"seconds": 2.0}
