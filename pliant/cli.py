@@ -36,7 +36,7 @@ def options(
 @app.command()
 def demo(
     time: Annotated[float, typer.Option(min=0.01, max=1.0, help="Budget: share of a plain full step's time.")] = 0.5,
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 50,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 60,
     batch: Annotated[int, typer.Option(min=4, max=1000, help="Images per step.")] = 16,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of the split, the new head and the order of the images.")] = 0,

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zoo import ZOO, Case, adamw, fingerprint, sgd
+from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 
 from pliant import Part, Profile, ProfileMismatch, Unit, batches, measure
 from pliant.apply import sandbox
@@ -715,20 +715,6 @@ def test_another_resolution_is_another_batch() -> None:
 # ---------------------------------------------------------------- no trace
 
 
-def mid_training(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
-    """A model in training mode with a used optimizer and gradients that stand."""
-    model, loss, batch = case.make()
-    optimizer = adamw(model.train())
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-    loss(model, batch).backward()
-    random.seed(3)
-    np.random.seed(4)
-    return model, optimizer, loss, batch
-
-
 MEASURES: dict[str, Callable[..., Any]] = {
     "counted": measure.counted,
     "timed": lambda *args: measure.timed(*args, repeats=2),
@@ -758,19 +744,7 @@ def test_parameters_of_the_loss_itself_get_no_gradient(make: str) -> None:
 @pytest.mark.parametrize("name", ["conv_net", "transformer", "checkpointed"])
 def test_a_loss_that_raises_leaves_no_trace(name: str, make: str, at_call: int) -> None:
     model, optimizer, loss, batch = mid_training(ZOO[name])
-    calls = 0
-
-    def failing(model: nn.Module, batch: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        value = loss(model, batch)
-        if calls < at_call:
-            return value
-        model.eval().requires_grad_(False)
-        random.random(), np.random.rand(), torch.rand(1)
-        raise RuntimeError("midway")
-
     before = fingerprint(model, optimizer)
     with pytest.raises(RuntimeError, match="midway"):
-        MEASURES[make](model, optimizer, failing, batch)
+        MEASURES[make](model, optimizer, failing(loss, at_call), batch)
     assert fingerprint(model, optimizer) == before

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from zoo import ZOO, Case, adamw, fingerprint, sgd
+from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 
 from pliant import Part, ProbeError, Unit, batches, score, units
 from pliant.apply import sandbox
@@ -604,20 +604,6 @@ def test_a_loss_that_is_no_number_is_an_error(signal: score.Signal, bad: float) 
 # ---------------------------------------------------------------- no trace
 
 
-def mid_training(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Loss, Any]:
-    """A model in training mode with a used optimizer and gradients that stand."""
-    model, loss, batch = case.make()
-    optimizer = adamw(model.train())
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-    loss(model, batch).backward()
-    random.seed(3)
-    np.random.seed(4)
-    return model, optimizer, loss, batch
-
-
 @pytest.mark.parametrize("signal", [*SIGNALS.values(), score.update_gain(hold=300)], ids=[*SIGNALS, "held"])
 @every_case
 def test_probing_leaves_no_trace(case: Case, signal: score.Signal) -> None:
@@ -635,21 +621,9 @@ def test_probing_leaves_no_trace(case: Case, signal: score.Signal) -> None:
 @pytest.mark.parametrize("name", ["conv_net", "transformer", "checkpointed"])
 def test_a_loss_that_raises_leaves_no_trace(name: str, signal: score.Signal, at_call: int) -> None:
     model, optimizer, loss, batch = mid_training(ZOO[name])
-    calls = 0
-
-    def failing(model: nn.Module, batch: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        value = loss(model, batch)
-        if calls < at_call:
-            return value
-        model.eval().requires_grad_(False)
-        random.random(), np.random.rand(), torch.rand(1)
-        raise RuntimeError("midway")
-
     before = fingerprint(model, optimizer)
     with pytest.raises(RuntimeError, match="midway"):
-        probe(signal, model, optimizer, failing, batch)
+        probe(signal, model, optimizer, failing(loss, at_call), batch)
     assert fingerprint(model, optimizer) == before
 
 
@@ -703,7 +677,7 @@ def test_buffers_that_the_probe_made_are_gone() -> None:
 def test_an_expanded_buffer_is_no_obstacle() -> None:
     model = nn.Linear(5, 4)
     model.register_buffer("position", torch.arange(3).expand(2, -1))
-    probe(score.grad_norm(), model, sgd(model), lambda m, x: m(x).square().mean(), torch.randn(6, 5))
+    assert probe(score.grad_norm(), model, sgd(model), lambda m, x: m(x).square().mean(), torch.randn(6, 5))["weight"] > 0
 
 
 @pytest.mark.parametrize("signal", [ONE_BATCH, score.update_gain(), score.fisher()], ids=["whole", "cross", "fisher"])

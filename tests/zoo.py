@@ -322,3 +322,34 @@ ZOO = {
         Case("custom", Custom, _vectors, _classify, ("after.bias", "after.weight")),
     )
 }
+
+
+def mid_training(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
+    """A model in training mode with a used optimizer and gradients that stand."""
+    model, loss, batch = case.make()
+    optimizer = adamw(model.train())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+    loss(model, batch).backward()
+    random.seed(3)
+    np.random.seed(4)
+    return model, optimizer, loss, batch
+
+
+def failing(loss: Callable[[nn.Module, Any], torch.Tensor], at_call: int) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """The loss, until its n-th call makes a mess of modes, flags and random states and raises."""
+    calls = 0
+
+    def fail(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        value = loss(model, batch)
+        if calls < at_call:
+            return value
+        model.eval().requires_grad_(False)
+        random.random(), np.random.rand(), torch.rand(1)
+        raise RuntimeError("midway")
+
+    return fail
