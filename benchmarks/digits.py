@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--time", type=float, default=0.5, help="budget of the recipes that take one")
     parser.add_argument("--lrs", type=float, nargs="+", default=[0.001, 0.003, 0.01, 0.03, 0.1])
     parser.add_argument("--lrs-from", type=Path, default=None, help="results whose best learning rates to use, without tuning")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=None, help="just these")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -209,7 +210,7 @@ def main() -> None:
         record.save(out, setting, done, table(done))
         print(f"{name:26} lr {lr:<5g} seed {seed}: validation {old['validation']:.3f}", flush=True)
 
-    for name in QUICK if args.quick else METHODS:
+    for name in args.methods or (QUICK if args.quick else METHODS):
         for lr in [] if tuned else args.lrs:
             ensure(name, lr, 0, final=False)
         for seed in range(args.seeds):

@@ -1,4 +1,4 @@
-"""The only room that changes the user's model or optimizer: `apply_`, `restore_`, norm modes, and the sandbox for probes."""
+"""The only room that decides what of the user's model trains: `apply_`, `restore_`, norm modes, the sandbox for probes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def check_in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Op
     if missing:
         raise ValueError(
             f"{missing[0]!r} was chosen but is in no param group of the optimizer ({len(missing)} of {len(chosen)} chosen are "
-            f"not). Build the optimizer over all parameters (what is not chosen costs nothing), or leave it out with exclude=…"
+            f"not). Build the optimizer over all parameters (what is not chosen costs nothing), or leave it "
+            f"out: dataclasses.replace(policy, units=units.layers(exclude=…))."
         )
 
 

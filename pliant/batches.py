@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def halves(batch: Any) -> tuple[Any, Any] | None:
     Fewer than four samples are not cut: a half of one sample breaks batch norm in training mode.
     """
     samples = size(batch)
-    if samples is None or samples < 4 or (isinstance(batch, Mapping) and not isinstance(batch, dict)):
+    if samples is None or samples < 4:
         return None
     cut = samples // 2
 

@@ -44,7 +44,9 @@ def read(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     except FileNotFoundError:
         raise
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is not a whole checkpoint: {error}") from error
+        raise ValueError(f"{os.fspath(path)!r} is not a whole checkpoint that Session.save wrote.") from error
+    if not isinstance(saved, dict) or not {"model", "optimizer", "scaler", "session", "random"} <= set(saved):
+        raise ValueError(f"{os.fspath(path)!r} is not a checkpoint that Session.save wrote.")
     there = {name: tuple(t.shape) for name, t in saved["model"].items() if isinstance(t, torch.Tensor)}
     here = {name: tuple(t.shape) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     if there != here:

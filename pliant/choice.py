@@ -31,6 +31,7 @@ class Choice:
         self.drift = Drift()
         self._check = check and profile is not None
         self._values: dict[Unit, float] = {}
+        self._settled: dict[Unit, float] = {}  # the values of the last re-selection that had all its probes
         self._pending: Selection | None = None  # planned for a new budget, not yet in force
         self._last = Progress()
         self._collected: list[dict[Unit, float]] | None = None  # probes of a re-selection that is under way
@@ -65,9 +66,9 @@ class Choice:
         complete = len(self._collected) >= self.policy.signal.batches
         if self.selection is not None and not complete:
             return None
-        self._values = blend(self._values, mean(self._collected), self.policy.signal.smooth)
+        self._values = blend(self._settled, mean(self._collected), self.policy.signal.smooth)
         if complete:
-            self._collected = None
+            self._collected, self._settled = None, self._values
         return self._plan(now)
 
     def take(self, selection: Selection, now: Progress) -> None:
@@ -110,12 +111,14 @@ class Choice:
         """Everything that decides what is chosen next, in plain types."""
         budget = {kind: getattr(self.policy.budget, kind) for kind in RESOURCES}
         return {
+            "policy": self.policy.name,
             "last": [self._last.step, self._last.round],
             "units": [unit.to_json() for unit in self.units],
             "profile": self.profile.to_json() if self.profile is not None else None,
             "selection": self.selection.to_json() if self.selection is not None else None,
             "pending": self._pending.to_json() if self._pending is not None else None,
             "values": {unit.name: value for unit, value in self._values.items()},
+            "settled": {unit.name: value for unit, value in self._settled.items()},
             "collected": None if self._collected is None else [{u.name: v for u, v in c.items()} for c in self._collected],
             "drift": self.drift.state(),
             "budget": None if any(callable(amount) for amount in budget.values()) else budget,
@@ -131,6 +134,7 @@ class Choice:
         self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
         self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
         self._values = {by_name[name]: value for name, value in state["values"].items()}
+        self._settled = {by_name[name]: value for name, value in state["settled"].items()}
         collected = state["collected"]
         self._collected = None if collected is None else [{by_name[n]: v for n, v in c.items()} for c in collected]
         self.drift = Drift.of(state["drift"])

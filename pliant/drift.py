@@ -10,7 +10,10 @@ Key = TypeVar("Key")
 
 
 class Drift:
-    """How far the values of the chosen units have turned since the selection: 1 − cos of a mean then and a mean now."""
+    """How far the values of the chosen units have turned since the selection: 1 − cos of a mean then and a mean now.
+
+    A single unit cannot turn; there it is the relative change of its value.
+    """
 
     every = 4  # steps between two looks: reading numbers off a GPU waits for it
     settle, keep = 4, 0.8  # looks that make the first mean; share of the old in the moving one
@@ -36,6 +39,9 @@ class Drift:
         """0: not at all; 1: nothing in common; None: not known yet."""
         if self.count <= self.settle:
             return None
+        if len(self.then) == 1:  # one unit cannot turn: how much it has changed
+            then, now = sum(self.then.values()), sum(self.now.values())
+            return abs(now - then) / abs(then) if then else None
         lengths = math.hypot(*self.then.values()) * math.hypot(*self.now.values())
         return 1 - sum(self.then.get(n, 0.0) * v for n, v in self.now.items()) / lengths if lengths else None
 

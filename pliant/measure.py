@@ -338,7 +338,8 @@ def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Param
     if [(node.op, node.inputs) for node in graph.nodes] != now:
         raise ValueError(
             f"the model's backward graph changes from run to run ({len(graph.nodes)} nodes, then {len(live)}): seconds per "
-            f"node would mean nothing. Use cost=measure.counted, or make the forward pass repeat for the same batch and seed."
+            f"node would mean nothing. Use dataclasses.replace(policy, cost=measure.counted), or make "
+            f"the forward pass repeat for the same batch and seed."
         )
 
 

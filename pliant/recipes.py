@@ -6,7 +6,8 @@
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
-| `full` `head` `last` `bias` `norm` `only` `random` | – | – | measured | fixed, or inside the budget | once, or every k |
+| `last` `random` | layers | – | measured seconds | inside the budget | once, or every k steps |
+| `full` `head` `bias` `norm` `only` | tensors | – | MACs (no budget: nothing needs timing) | fixed | once |
 """
 
 from __future__ import annotations
@@ -56,28 +57,30 @@ def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int 
 
 
 def only(*globs: str) -> Policy:
-    """Exactly the parameters that match, from beginning to end."""
-    return Policy(units.tensors(), score.nearness(), timed, solve.fixed(*globs), head=False, name=f"only({', '.join(globs)})")
+    """Exactly the parameters whose names match ("layer4.*", "*.bias"), from beginning to end."""
+    if not globs:
+        raise ValueError("only() trains nothing: name parameters, like only('head.*').")
+    return Policy(units.tensors(), score.nearness(), counted, solve.fixed(*globs), head=False, name=f"only({', '.join(globs)})")
 
 
 def full() -> Policy:
     """Everything: plain training, bit for bit."""
-    return Policy(units.tensors(), score.nearness(), timed, solve.fixed("*"), name="full")
+    return Policy(units.tensors(), score.nearness(), counted, solve.fixed("*"), name="full")
 
 
 def head() -> Policy:
     """The module nearest the loss, and nothing else."""
-    return Policy(units.tensors(), score.nearness(), timed, solve.fixed(), name="head")
+    return Policy(units.tensors(), score.nearness(), counted, solve.fixed(), name="head")
 
 
 def bias() -> Policy:
     """Every bias (a norm's shift is one), and the head. BitFit, arXiv 2106.10199."""
-    return Policy(units.tensors(), score.nearness(), timed, solve.fixed("*bias"), name="bias")
+    return Policy(units.tensors(), score.nearness(), counted, solve.fixed("*bias"), name="bias")
 
 
 def norm() -> Policy:
     """Scale and shift of every norm, and the head."""
-    return Policy(units.norms(), score.nearness(), timed, solve.fixed("*"), name="norm")
+    return Policy(units.norms(), score.nearness(), counted, solve.fixed("*"), name="norm")
 
 
 def last(time: Limit = 0.5) -> Policy:

@@ -71,7 +71,8 @@ def update_gain(cross: bool = True, batches: int = 1, smooth: float = 0.0, hold:
 
     Δw is what the user's optimizer would do, from a fresh state for every unit: with the state as it is, units that were
     long chosen and units that were not could not be compared. On one batch, g and Δw share their noise, which makes noisy
-    units look good; with `cross` they come from two halves: −½(g₁·Δw(g₂) + g₂·Δw(g₁)).
+    units look good; with `cross` they come from two halves: −½(g₁·Δw(g₂) + g₂·Δw(g₁)). A batch that
+    cannot be cut (fewer than four samples, or tensors that do not agree on their number) is scored whole.
 
     ElasticTrainer, arXiv 2312.14227.
     """
@@ -201,7 +202,7 @@ def watch(params: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> dict[str
     there = {name: grad for name, grad in grads.items() if grad is not None}
     if not there:
         return {}
-    norms = torch._foreach_norm(list(there.values()))
+    norms = torch._foreach_norm([grad.coalesce().values() if grad.is_sparse else grad for grad in there.values()])
     squares = torch.stack([norm.float().square().to(norms[0].device) for norm in norms]).tolist()
     square = dict(zip(there, squares, strict=True))
     return {unit.name: sum(square.get(name, 0.0) for name in unit.params) for unit in units}
@@ -262,7 +263,8 @@ def _stream(
         def take(param: torch.Tensor) -> None:
             grad, param.grad = param.grad, None
             if grad is not None:
-                on_grad(name, (grad.to_dense() if grad.is_sparse else grad) / scale if scale != 1.0 else grad)
+                grad = grad.to_dense() if grad.is_sparse else grad
+                on_grad(name, grad / scale if scale != 1.0 else grad)
 
         return take
 

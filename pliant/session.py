@@ -1,4 +1,4 @@
-"""`Session`: the only object with state. Measures once, chooses when due, applies, runs steps, logs, resumes, restores."""
+"""`Session`: the one object that a user holds. Measures once, chooses when due, applies, steps, logs, resumes, restores."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from pliant.policy import Policy
 from pliant.runlog import RunLog
 from pliant.types import Budget, ProbeError, Profile, Progress, Selection, Unit, write_aside
 from pliant.undo import Undo
+
+_OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
 
 
 class Session:
@@ -43,7 +46,8 @@ class Session:
     ['2.weight', '2.bias']
 
     `step` does forward, backward and the optimizer's step. Whoever keeps their own loop calls `before_step(batch)` once per
-    optimizer step instead. Leaving the `with` block (or `close()`) puts trainable flags and modes back.
+    optimizer step instead. Leaving the `with` block (or `close()`) puts trainable flags and modes back; so does opening another
+    session on the same model.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class Session:
         undo: bool = True,
     ) -> None:
         """`profile` is a saved measurement to use instead of measuring; `undo` keeps what `delta` and `rollback` need."""
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate}: at least one batch goes into an optimizer step.")
         if cache is not None:
@@ -75,6 +81,9 @@ class Session:
         self.engine, self._run = pick(engine)
         self.clip, self.scaler, self.accumulate = clip, scaler, accumulate
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
+        earlier = _OPEN[model]() if model in _OPEN else None
+        if earlier is not None:
+            earlier.close()
         self._params = trainable(model)
         if not self._params:
             raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
@@ -98,6 +107,7 @@ class Session:
         self._seconds: deque[tuple[Any, Any]] = deque(maxlen=100)
         self._closed = False
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
+        _OPEN[model] = ref(self)
 
     # ------------------------------------------------------------ what the user reads
 
@@ -142,11 +152,17 @@ class Session:
 
     @property
     def budget(self) -> Budget:
-        """What a step may cost. May be set at any moment; a budget that cannot be kept is refused and the old one stays."""
+        """What a step may cost. May be set at any moment; one that cannot be kept is refused and the old one stays.
+
+        Before the first step nothing is measured yet; then it is the first step that refuses.
+        """
         return self.policy.budget
 
     @budget.setter
     def budget(self, budget: Budget) -> None:
+        self._check_open()
+        if not isinstance(budget, Budget):
+            raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
         self._choice.change_budget(budget, self.progress)
 
     @property
@@ -156,6 +172,7 @@ class Session:
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_open()
         if self._choice.selection is not None:
             check_in_groups(self._params, optimizer, self.selection.params)
             self._choice.ask_again()
@@ -198,7 +215,7 @@ class Session:
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
         if self._begun is not None:
-            self._count_step()  # the caller's scaler skipped the last step, say; its batch is spent all the same
+            self._count_step()  # every call stands for a step, also where the caller's scaler skipped it
         if batches.size(batch) == 0:
             raise ValueError("the batch is empty: its tensors have no samples. Skip it, or use drop_last in the loader.")
         try:
@@ -219,7 +236,10 @@ class Session:
             raise RuntimeError("this session is closed: the model is as it was found. Open another one.")
 
     def fit(self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None) -> list[float]:
-        """Train for `epochs` passes over a loader; a resumed session goes on where it stopped. Mean loss of each epoch."""
+        """Train up to epoch `epochs`, counted from the session's first step; a resumed session goes on where it stopped.
+
+        Returns the mean loss of each epoch that it ran.
+        """
         if self.steps_per_epoch is None:
             self.steps_per_epoch = len(loader) // self.accumulate
             if not self.steps_per_epoch:
@@ -356,7 +376,8 @@ class Session:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state: same values, same selection, same measurements."""
+        """Go on from a saved state: same values, same selection, same measurements, and the budget that was saved."""
+        self._check_open()
         self._check_state(state)
         self._step, self._micro, self._begun = state["step"], 0, None
         self._choice.load(state, self.progress)
@@ -370,6 +391,8 @@ class Session:
         """Refuse a state that does not fit before anything is changed."""
         if state.get("format") != "pliant.session/1":
             raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
+        if state["policy"] != self.policy.name:
+            raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")
         known = {param for unit in state["units"] for param in Unit.from_json(unit).params}
         missing = sorted(known - set(self._params))
         if missing:
@@ -385,6 +408,7 @@ class Session:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file that `save` wrote, as if the run had never stopped."""
+        self._check_open()
         saved = checkpoint.read(path, self.model, self._optimizer)
         self._check_state(saved["session"])
         checkpoint.fill_(saved, self.model, self._optimizer, self.scaler)
@@ -406,6 +430,8 @@ class Session:
     def rollback(self) -> None:
         """Weights, buffers and optimizer state as they were at the start. The session goes on from there."""
         self._undoable().rollback_(self._optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+        self._micro, self._begun = 0, None
         self._note("rolled back to the start")
 
     def _undoable(self) -> Undo:

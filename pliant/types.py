@@ -381,6 +381,15 @@ class Selection:
         whole = getattr(self.full, resource)
         return getattr(self.cost, resource) / whole if whole else 0.0
 
+    def __str__(self) -> str:
+        shares = [
+            f"{self.share(name):.2f} of a full step's {name}"
+            for name in ("seconds", "bytes", "macs")
+            if getattr(self.full, name)
+        ]
+        names = ", ".join(unit.name for unit in self.units[:6]) + (", …" if len(self.units) > 6 else "")
+        return f"round {self.round}: {len(self.units)} of {len(self.values)} units ({names}), " + ", ".join(shares)
+
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in ("value", "round", "step")} | {
             "units": [unit.to_json() for unit in self.units],

@@ -52,3 +52,9 @@ def test_mean_and_blend() -> None:
     assert blend({"a": 4.0}, {"a": 8.0, "b": 1.0}, smooth=0.25) == {"a": 7.0, "b": 1.0}
     assert blend({"a": 4.0}, {"a": math.nan}, smooth=0.25) == {"a": 4.0}
     assert math.isnan(blend({}, {"a": math.inf}, smooth=0.25)["a"])
+
+
+def test_one_unit_cannot_turn_but_it_can_change() -> None:
+    start = [{"a": 1.0}] * Drift.settle
+    assert seen(Drift(), *start, {"a": 1.0}).amount == pytest.approx(0.0, abs=1e-12)
+    assert seen(Drift(), *start, *[{"a": 0.1}] * 60).amount == pytest.approx(0.9, abs=1e-4)

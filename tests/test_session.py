@@ -1211,3 +1211,102 @@ def test_state_of_something_else_is_refused() -> None:
         with pytest.raises(ValueError, match="another model"):
             session.load_state_dict(another.state_dict())
         assert differences(before, snapshot(model)) == []
+
+
+# ---------------------------------------------------------------- found by a first user
+
+
+def test_a_second_session_closes_the_first() -> None:
+    model = make()
+    optimizer = sgd(model)
+    first = Session(model, optimizer, classify, recipes.head())
+    first.step(data()[0])
+    with Session(model, optimizer, classify, recipes.full()) as second:
+        second.step(data()[1])
+        assert len(second.selection.params) == len(list(model.parameters()))
+        with pytest.raises(RuntimeError, match="closed"):
+            first.step(data()[0])
+    assert all(param.requires_grad for param in model.parameters())
+
+
+def test_the_state_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    model = make()
+    optimizer = sgd(model)
+    with Session(model, optimizer, classify, recipes.head()) as session:
+        session.step(data()[0])
+        session.save(tmp_path / "run.pt")
+    with (
+        Session(model, optimizer, classify, recipes.full()) as other,
+        pytest.raises(ValueError, match=r"recipe 'head'.*runs 'full'"),
+    ):
+        other.load(tmp_path / "run.pt")
+
+
+def test_what_is_no_policy_and_no_budget_is_told() -> None:
+    model = make()
+    with pytest.raises(TypeError, match=r"recipes\.pliant"):
+        Session(model, sgd(model), classify, recipes.full)  # type: ignore[arg-type]
+    with Session(model, sgd(model), classify, recipes.head()) as session, pytest.raises(TypeError, match="Budget"):
+        session.budget = 0.5  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="only"):
+        recipes.only()
+
+
+def test_a_foreign_file_is_no_checkpoint(tmp_path: Path) -> None:
+    model = make()
+    torch.save({"weights": 1}, tmp_path / "foreign.pt")
+    with (
+        Session(model, sgd(model), classify, recipes.head()) as session,
+        pytest.raises(ValueError, match=r"Session\.save"),
+    ):
+        session.load(tmp_path / "foreign.pt")
+
+
+def test_rolling_back_forgets_a_half_collected_step() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, recipes.head(), accumulate=2) as session:
+        session.step(data()[0])
+        session.rollback()
+        assert all(param.grad is None for param in model.parameters())
+        session.step(data()[0])
+        assert session.progress.step == 0
+
+
+def test_sparse_gradients_are_probed_and_watched() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Flatten(), nn.Linear(32, 3))
+    batch = torch.randint(0, 20, (8, 4)), torch.randint(0, 3, (8,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Session(model, optimizer, classify, recipes.pliant(time=1.0, when=schedule.on_drift(0.1, at_least=1))) as session:
+        for _ in range(9):
+            session.step(batch)
+        assert session.progress.step == 9
+
+
+def test_the_first_values_are_not_counted_twice() -> None:
+    """Two probes weigh the same, though the first one already chose."""
+    worths = iter([8.0, 2.0])
+    now: list[float] = []
+
+    def worth(seen: score.Seen) -> torch.Tensor:
+        if not now or seen.depth == 0:
+            now[:] = [next(worths)]
+        return torch.tensor([now[0]])
+
+    signal = score.Signal("given", worth, needs="nothing", batches=2, smooth=0.5)
+    model = make()
+    policy = replace(by_gain(schedule.once(), Budget(time=1.0)), signal=signal)
+    with Session(model, sgd(model), classify, policy) as session:
+        session.step(data()[0])
+        session.step(data()[1])
+        values = session.selection.values
+    per_param = {name: value / len(unit.parts) for unit in session.units for name, value in values.items() if name == unit.name}
+    assert set(per_param.values()) == {5.0}
+
+
+def test_a_selection_says_itself_in_one_line() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, recipes.head()) as session:
+        session.step(data()[0])
+        said = str(session.selection)
+    assert said.startswith("round 0: 2 of ") and "head.weight" in said and "macs" in said
