@@ -54,6 +54,12 @@ def size(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def check_not_empty(batch: Any) -> None:
+    """Refuse a batch without samples."""
+    if size(batch) == 0:
+        raise ValueError("the batch is empty: its tensors have no samples. Skip it, or use drop_last in the loader.")
+
+
 def shapes(batch: Any) -> list[list[int]]:
     """The shape of every tensor, as plain lists."""
     return [list(tensor.shape) for tensor in tensors(batch)]

@@ -99,14 +99,16 @@ def owner(param: str) -> str:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that the user left trainable: the only ones that can be chosen."""
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    """The parameters that the user left trainable: the only ones that can be chosen. There must be one."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not params:
+        raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
+    return params
 
 
 def compute_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
     """The user's loss, checked: a scalar tensor that gradients can flow from."""
-    if batches.size(batch) == 0:
-        raise ValueError("the batch is empty: its tensors have no samples. Skip it, or use drop_last in the loader.")
+    batches.check_not_empty(batch)
     value = loss(model, batch)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -174,8 +176,6 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     The forward pass has its usual side effects (batch-norm statistics, random state): wrap it in `apply.sandbox`.
     """
     params = trainable(model)
-    if not params:
-        raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
     recorder = _Recorder(model, batch)
     with recorder:
         value = compute_loss(model, loss, batch)

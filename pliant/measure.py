@@ -52,7 +52,7 @@ def timed(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch:
     if repeats < 1:
         raise ValueError(f"timed(repeats={repeats}): at least one.")
     params = trainable(model)
-    watch = Watch(next(iter(params.values())).device) if params else Watch(torch.device("cpu"))
+    watch = Watch(next(iter(params.values())).device)
     with sandbox(model):
         graph = read(model, loss, batch)
         times = _time_passes(model, loss, batch, graph, params, watch, repeats)

@@ -85,8 +85,6 @@ class Session:
         if earlier is not None:
             earlier.close()
         self._params = trainable(model)
-        if not self._params:
-            raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
         hooked = next((name for name, p in self._params.items() if p._post_accumulate_grad_hooks), None)
         if hooked is not None:
             raise ValueError(
@@ -216,8 +214,7 @@ class Session:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
         if self._begun is not None:
             self._count_step()  # every call stands for a step, also where the caller's scaler skipped it
-        if batches.size(batch) == 0:
-            raise ValueError("the batch is empty: its tensors have no samples. Skip it, or use drop_last in the loader.")
+        batches.check_not_empty(batch)
         try:
             if not self.units:
                 self._choice.look(self.model, self._optimizer, self.loss, batch)
