@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -222,6 +223,18 @@ def scratch(
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(like, name, OrderedDict())
     return like, [copies[id(param)] for param in params]
+
+
+def hide_step_(like: torch.optim.Optimizer) -> None:
+    """Make a scratch optimizer's own `step`, which a scaler calls, as unseen as `scratch_step`. Makes no reference cycle."""
+    me = weakref.ref(like)
+
+    def step() -> None:
+        found = me()
+        if found is not None:
+            scratch_step(found)
+
+    like.__dict__["step"] = step
 
 
 def scratch_step(like: torch.optim.Optimizer) -> None:

@@ -6,32 +6,20 @@ weights need no care of their own.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pliant import batches
+from pliant.recorder import CARRIERS, Recorder, op_name
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
-# Backward operations that hand a weight's gradient on without being its layer: transposes, casts, views, slices.
-# fmt: off
-CARRIERS = frozenset((
-    "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Slice", "Select", "Unsqueeze",
-    "Squeeze", "Alias", "Clone", "Split", "SplitWithSizes", "Unbind", "AsStrided", "Repeat",
-))
-# fmt: on
-
-
-# Products keep each factor for the gradient of the other: the inputs in whose favour they keep, in the order of keeping.
-KEPT_FOR = {"Mm": (0, 1), "Bmm": (0, 1), "Mul": (0, 1), "Addmm": (2, 1), "Baddbmm": (2, 1)}
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
 
@@ -42,8 +30,10 @@ class Node:
 
     `inputs` says, for each input of the forward operation, what waits for its gradient: a parameter (by name, also through
     transposes, casts and views), a node further from the loss (by index), or nothing. A `carrier` only hands a parameter's
-    gradient on. A function written in Python computes all its gradients whatever is asked for: `whole`. `macs` and `outputs`
-    (elements) are its forward's. `saves` lists (storage, bytes, input for whose gradient it is kept, or None) for backward.
+    gradient on. A function written in Python computes all its gradients whatever is asked for: `whole`. `macs`, `outputs`
+    (elements), `made` (their bytes) and `moved` (bytes read and written) are its forward's. The first node of a
+    checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage, bytes, input
+    for whose gradient it is kept, or None) for backward.
     """
 
     op: str
@@ -53,6 +43,9 @@ class Node:
     whole: bool = False
     macs: int = 0
     outputs: int = 0
+    made: int = 0
+    moved: int = 0
+    recomputes: bool = False
     saves: tuple[tuple[int, int, int | None], ...] = ()
 
     @cached_property
@@ -72,7 +65,8 @@ class Graph:
 
     `forward_macs` counts what made no node too. `params` maps every trainable parameter to its number of bytes, `unused`
     names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters of the
-    module nearest the loss.
+    module nearest the loss. `inference` are the bytes that live during each operation of the forward pass if nothing is kept
+    for backward; `gone` maps each storage that is kept to the operation before which it would then be freed.
     """
 
     nodes: tuple[Node, ...]
@@ -82,6 +76,8 @@ class Graph:
     head: tuple[str, ...]
     uncounted: tuple[str, ...] = ()
     forward_macs: int = 0
+    inference: tuple[int, ...] = (0,)
+    gone: Mapping[int, int] = field(default_factory=dict)
 
     def order(self) -> dict[str, int]:
         """For each used parameter, the node furthest from the loss that needs it."""
@@ -176,7 +172,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     The forward pass has its usual side effects (batch-norm statistics, random state): wrap it in `apply.sandbox`.
     """
     params = trainable(model)
-    recorder = _Recorder(model, batch)
+    recorder = Recorder(model, batch)
     with recorder:
         value = compute_loss(model, loss, batch)
     live = walk(value)
@@ -197,6 +193,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
                 carrier,
                 isinstance(node, torch.autograd.function.BackwardCFunction),
                 *recorder.work(node),
+                node._sequence_nr() in recorder.recomputing,
                 recorder.saves(node, inputs),
             )
         )
@@ -209,7 +206,8 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         kinds,
         _head(nodes, params),
         tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
-        sum(macs for ran in recorder.ran.values() for _, macs, _ in ran),
+        sum(ran.macs for several in recorder.ran.values() for ran in several),
+        *recorder.lives(),
     )
 
 
@@ -217,12 +215,6 @@ def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
     """Whether a node has a matrix to train and no MACs, and is not known to have none."""
     cheap = node.carrier or node.macs or node.op in _CHEAP or "Norm" in node.op
     return not cheap and any(params[name].dim() > 1 for name in node.params)
-
-
-def op_name(node: Any) -> str:
-    """An autograd node's name without namespace, 'Backward' and version: 'ConvolutionBackward0' → 'Convolution'."""
-    name: str = node.name().rpartition("::")[2].rstrip("0123456789")
-    return name.removesuffix("Backward")
 
 
 def _head(nodes: Sequence[Node], params: dict[str, nn.Parameter]) -> tuple[str, ...]:
@@ -240,131 +232,3 @@ def _head(nodes: Sequence[Node], params: dict[str, nn.Parameter]) -> tuple[str, 
                 head += [name for name in params if owner(name) in mates]
                 break
     return tuple(dict.fromkeys(head))
-
-
-class _Recorder:
-    """What a forward pass tells while it runs: operations and saved tensors by autograd sequence number, and modules."""
-
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        self.model = model
-        self.ran: dict[int, list[tuple[str, int, int]]] = {}  # (operation, MACs, output elements)
-        self.saved: dict[int, list[tuple[int, int]]] = {}
-        self._events: list[tuple[int, str]] = [(0, "")]
-        self._stack: list[str] = [""]
-        self._alive: list[torch.Tensor] = []  # a saved storage must not be freed and its address used again
-        standing = [*model.parameters(), *model.buffers(), *batches.tensors(batch)]
-        self._standing = {_storage(tensor)[0] for tensor in standing}
-
-    def __enter__(self) -> _Recorder:
-        self._handles: list[Any] = []
-        for name, module in self.model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
-            self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._mode = _Counter(self)
-        self._hooks.__enter__()
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
-        self._hooks.__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-        self._alive.clear()
-
-    def _enter(self, name: str) -> None:
-        self._stack.append(name)
-        self._events.append((_sequence(), name))
-
-    def _leave(self) -> None:
-        self._stack.pop()
-        self._events.append((_sequence(), self._stack[-1]))
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key, size = _storage(tensor)
-        self.saved.setdefault(_sequence() - 1, []).append((key, 0 if key in self._standing else size))
-        kept = tensor.detach()  # detached: an output that its own node keeps would be a cycle
-        self._alive.append(kept)
-        return kept
-
-    def settle(self, live: Sequence[Any]) -> None:
-        """An in-place operation that keeps its input copies it first, under the next number: bring that home."""
-        ops = {node._sequence_nr(): op_name(node).lower() for node in live}
-        for sequence, ran in list(self.ran.items()):
-            if sequence not in ops and any(name == f"{ops.get(sequence - 1)}_" for name, _, _ in ran):
-                self.ran.setdefault(sequence - 1, []).extend(ran)
-                self.saved.setdefault(sequence - 1, []).extend(self.saved.pop(sequence, []))
-
-    def work(self, node: Any) -> tuple[int, int]:
-        """MACs and output elements of a node's forward.
-
-        Operations that made no node (on frozen parts, on counters) ran under the number of the node before them, so the
-        operation must bear the node's name; a custom function's own operations all count.
-        """
-        ran = self.ran.get(node._sequence_nr(), [])
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return sum(macs for _, macs, _ in ran), max((outputs for _, _, outputs in ran), default=0)
-        op = op_name(node).lower()
-        mine = [(macs, outputs) for name, macs, outputs in ran if name.rstrip("_") == op] or [
-            (0, outputs) for _, _, outputs in ran
-        ]
-        return mine[0] if mine else (0, 0)
-
-    def saves(self, node: Any, inputs: Sequence[Any]) -> tuple[tuple[int, int, int | None], ...]:
-        """What a node keeps that would not be there anyway, each with the input for whose gradient it is kept."""
-        found = self.saved.get(node._sequence_nr(), [])
-        favoured = [i for i in KEPT_FOR.get(op_name(node), ()) if node.next_functions[i][0] is not None]
-        known = len(favoured) == len(found)
-        return tuple((key, size, favoured[k] if known else None) for k, (key, size) in enumerate(found) if size)
-
-    def module(self, sequence: int) -> str:
-        at = bisect.bisect_right(self._events, sequence, key=lambda event: event[0]) - 1
-        return self._events[at][1]
-
-
-class _Counter(TorchDispatchMode):
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        first = out[0] if isinstance(out, (tuple, list)) and out else out
-        if isinstance(first, torch.Tensor):
-            name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
-            plain = name.strip("_").replace("_", "") + "_" * name.endswith("_")  # as in autograd; in-place ones end in _
-            work = (plain, forward_macs(name, args, first), first.numel())
-            self.recorder.ran.setdefault(_sequence() - 1, []).append(work)
-        return out
-
-
-def forward_macs(name: str, args: Sequence[Any], out: torch.Tensor) -> int:
-    """Multiply-accumulates of one ATen operation; 0 for whatever does not multiply matrices."""
-    if name in ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"):
-        transposed = name in ("convolution", "_convolution") and args[6]
-        return int((args[0] if transposed else out).numel() * args[1][0].numel())
-    if name in ("mm", "bmm"):
-        return int(args[0].numel() * args[1].shape[-1])
-    if name in ("addmm", "baddbmm"):
-        return int(args[1].numel() * args[2].shape[-1])
-    if name == "linear":
-        return int(args[0].numel() * args[1].shape[0])
-    if name.startswith("_scaled_dot_product"):
-        query, key, value = args[:3]
-        return int(query.numel() * key.shape[-2] + query.numel() // query.shape[-1] * key.shape[-2] * value.shape[-1])
-    return 0
-
-
-def _sequence() -> int:
-    """The number that the next autograd node of this thread will get."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined,no-any-return]
-
-
-def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """A name for the memory behind a tensor, and its bytes."""
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and other subclasses have no single storage
-        return id(tensor), tensor.numel() * tensor.element_size()
-    return storage._cdata, storage.nbytes()

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from pliant.schedule import Schedule, once
-from pliant.solve import SLACK, Problem, Solver
-from pliant.types import RESOURCES, Budget, BudgetError, Cost, Profile, Progress, Selection, Unit, match
+from pliant.solve import SLACK, Array, Problem, Solver
+from pliant.types import RESOURCES, Budget, BudgetError, Cost, Profile, Progress, Selection, Table, Unit, match
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,18 @@ class Policy:
             raise ValueError(f"state={self.state!r}: the optimizer state of what leaves is 'keep' or 'drop'.")
 
 
-def plan(policy: Policy, profile: Profile, values: Mapping[Unit, float], progress: Progress | None = None) -> Selection:
+def plan(
+    policy: Policy,
+    profile: Profile,
+    values: Mapping[Unit, float],
+    progress: Progress | None = None,
+    correction: float | None = None,
+) -> Selection:
     """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
 
-    A value that is not a number says nothing for its unit; the unit is then chosen only if it always is.
+    A value that is not a number says nothing for its unit; the unit is then chosen only if it always is. A budget below the
+    floor is an error. With a `correction`, seconds are planned for that many times what was asked, or for the floor where that
+    is more: steps that ran slower or faster than predicted are not the user's mistake.
     """
     progress = progress if progress is not None else Progress()
     units = tuple(values)
@@ -58,22 +66,20 @@ def plan(policy: Policy, profile: Profile, values: Mapping[Unit, float], progres
         always |= [not set(profile.head).isdisjoint(unit.params) for unit in units]
 
     full = profile.full
-    limit = policy.budget.limits(full, progress)
-    table = profile.table(units)
-    prices = {"seconds": table.seconds, "bytes": table.bytes, "macs": table.macs}
-    if "joules" in limit:
+    asked = policy.budget.limits(full, progress)
+    if "joules" in asked:
         raise BudgetError("a budget in joules cannot be kept yet: profiles hold no joules.")
-    problem = Problem(
-        names,
-        worth,
-        table.needed,
-        np.array([prices[name] for name in limit]).reshape(len(limit), len(table.needed)),
-        np.array([amount * (1 + SLACK) - getattr(profile.base, name) for name, amount in limit.items()]),
-        always,
-        progress.round,
-        policy.seed,
-    )
-    _check_floor(problem, profile, units, limit, full)
+    table, limit = profile.table(units), dict(asked)
+
+    def problem_within(limit: Mapping[str, float]) -> Problem:
+        price, room, resource = _rows(table, profile.base, limit)
+        return Problem(names, worth, table.needed, price, room, always, progress.round, policy.seed, resource)
+
+    floor, what = _floor(problem_within(limit), profile, units)
+    if correction is not None and "seconds" in limit:
+        limit["seconds"] = max(limit["seconds"] * correction, floor.seconds)
+    _check_floor(floor, what, profile.base, limit, full)
+    problem = problem_within(limit)
     chosen = policy.solver(problem)
     if not chosen.any():  # no value is positive and nothing is always chosen: the best single unit that fits
         order = sorted(range(len(units)), key=lambda i: -worth[i])
@@ -96,27 +102,45 @@ def plan(policy: Policy, profile: Profile, values: Mapping[Unit, float], progres
         progress.step,
         full,
         dict(zip(names, worth.tolist(), strict=True)),
+        asked,
     )
 
 
-def _check_floor(problem: Problem, profile: Profile, units: tuple[Unit, ...], limit: Mapping[str, float], full: Cost) -> None:
-    """A budget that not even the cheapest step keeps is refused with the floor named."""
+def _rows(table: Table, base: Cost, limit: Mapping[str, float]) -> tuple[Array, Array, tuple[str, ...]]:
+    """The prices of the limited resources, what is left for them beside the forward pass, and which row is which."""
+    prices: list[Array] = []
+    room: list[float] = []
+    resource: list[str] = []
+    for name, amount in limit.items():
+        rows = {"seconds": table.seconds[None], "macs": table.macs[None], "bytes": table.bytes}[name]
+        standing = table.standing if name == "bytes" else np.zeros(1)
+        prices += list(rows)
+        room += (amount * (1 + SLACK) - getattr(base, name) - standing).tolist()
+        resource += [name] * len(rows)
+    return np.array(prices).reshape(len(prices), len(table.needed)), np.array(room), tuple(resource)
+
+
+def _floor(problem: Problem, profile: Profile, units: tuple[Unit, ...]) -> tuple[Cost, str]:
+    """What the cheapest step costs, and in words what it trains."""
     if problem.always.any():
-        added = problem.cost(problem.always)
-        what = "what is always chosen (" + ", ".join(n for n, a in zip(problem.names, problem.always, strict=True) if a) + ")"
-    else:
-        alone = np.array([problem.cost(np.arange(len(units)) == i) for i in range(len(units))])
-        over = (np.maximum(alone - problem.limits, 0) / list(limit.values())).sum(axis=1)
-        cheapest = int(np.lexsort((alone.sum(axis=1), over))[0])
-        added, what = alone[cheapest], f"the cheapest unit ({units[cheapest].name!r})"
-    for (name, amount), base, more in zip(limit.items(), (getattr(profile.base, n) for n in limit), added, strict=True):
-        floor = base + more
-        if floor > amount * (1 + SLACK):
+        chosen = [unit for unit, taken in zip(units, problem.always, strict=True) if taken]
+        return profile.cost(chosen), "what is always chosen (" + ", ".join(unit.name for unit in chosen) + ")"
+    alone = np.array([problem.cost(np.arange(len(units)) == i) for i in range(len(units))])
+    over = (np.maximum(alone - problem.limits, 0) / np.maximum(np.abs(problem.limits), 1e-300)).sum(axis=1)
+    cheapest = int(np.lexsort((alone.sum(axis=1), over))[0])
+    return profile.cost([units[cheapest]]), f"the cheapest unit ({units[cheapest].name!r})"
+
+
+def _check_floor(floor: Cost, what: str, base: Cost, limit: Mapping[str, float], full: Cost) -> None:
+    """A budget that not even the cheapest step keeps is refused with the floor named."""
+    for name, amount in limit.items():
+        least, forward = getattr(floor, name), getattr(base, name)
+        if least > amount * (1 + SLACK):
             kind = next(k for k, v in RESOURCES.items() if v == name)
             raise BudgetError(
-                f"{kind}={_say(name, amount, full, np.floor)} is below the floor of {_say(name, floor, full)}: the forward "
-                f"pass alone takes {_say(name, base, full)} of a full step and {what} adds {_say(name, more, full)}. "
-                f"Use {kind}>={_say(name, floor, full)}."
+                f"{kind}={_say(name, amount, full, np.floor)} is below the floor of {_say(name, least, full)}: the forward "
+                f"pass alone takes {_say(name, forward, full)} of a full step and {what} adds "
+                f"{_say(name, least - forward, full)}. Use {kind}>={_say(name, least, full)}."
             )
 
 

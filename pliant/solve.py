@@ -7,7 +7,7 @@ units that need it is chosen (`types.Charge`). Pure numpy and scipy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from pliant.types import match
 Mask = NDArray[np.bool_]
 Array = NDArray[np.float64]
 SLACK = 1e-9  # relative; what rounding in a sum of floats may add
+_MOST_TIGHTENINGS = 30  # moments of a peak that `milp` takes up one after the other
 _ERROR_BITS = 12  # how finely a state of the knapsack table remembers what rounding did to its price
 
 
@@ -24,21 +25,24 @@ _ERROR_BITS = 12  # how finely a state of the knapsack table remembers what roun
 class Problem:
     """Choose units of the most value so that every limit holds.
 
-    Units stand nearest the loss first. Charge j costs `price[:, j]` (one row per limited resource) and is due when a unit of
-    `needed[j]` is chosen; `limits` are what is left beside the forward pass. `round` and `seed` make random choices repeatable.
+    Units stand nearest the loss first. Charge j costs `price[:, j]` and is due when a unit of `needed[j]` is chosen; `limits`
+    are what is left beside the forward pass. There is one row per limited resource, but a peak (bytes) has one for each
+    moment that may be the highest: `resource` tells which rows belong together (None: each stands for itself). `round` and
+    `seed` make random choices repeatable.
     """
 
     names: tuple[str, ...]
     values: Array  # (units,)
     needed: Mask  # (charges, units)
-    price: Array  # (resources, charges)
-    limits: Array  # (resources,)
+    price: Array  # (rows, charges)
+    limits: Array  # (rows,)
     always: Mask  # (units,)
     round: int = 0
     seed: int = 0
+    resource: tuple[str, ...] | None = None  # (rows,)
 
     def cost(self, chosen: Mask) -> Array:
-        """What this choice costs, per resource."""
+        """What this choice costs, per row."""
         due = self.needed[:, chosen].any(axis=1)
         return self.price[:, due].sum(axis=1)
 
@@ -47,6 +51,11 @@ class Problem:
 
     def value(self, chosen: Mask) -> float:
         return float(self.values[chosen].sum())
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all rows are moments of one resource."""
+        return len(self.limits) < 2 or (self.resource is not None and len(set(self.resource)) == 1)
 
     @property
     def free(self) -> NDArray[np.intp]:
@@ -75,13 +84,15 @@ def knapsack(bins: int = 10_000) -> Solver:
         raise ValueError(f"knapsack(bins={bins}): a table has at least one column.")
 
     def solve(problem: Problem) -> Mask:
-        if len(problem.limits) > 1:
+        if not problem.is_single:
             raise ValueError("knapsack() keeps one budget at a time; use milp() for several.")
         if (easy := _everything_fits(problem)) is not None:
             return easy
         free = problem.free
         if 2 ** len(free) <= bins:
             return _enumerate(problem, free)
+        if len(problem.limits) > 1:
+            problem = _at_its_highest(problem)
         own, between, alone = _chain(problem, free)
         limit = (problem.limits[0] - problem.cost(problem.always)[0]) * (1 + SLACK)
         picked = _table(problem.values[free], own, between, limit, bins)
@@ -94,6 +105,15 @@ def knapsack(bins: int = 10_000) -> Solver:
         return taken
 
     return solve
+
+
+def _at_its_highest(problem: Problem) -> Problem:
+    """One row for all moments of a peak: each charge at the moment where it weighs most. Errs on the safe side."""
+    left = problem.limits - problem.cost(problem.always)
+    unpaid = ~problem.needed[:, problem.always].any(axis=1)
+    weight = np.where(problem.price > 0, problem.price / np.where(left > 0, left, np.nan)[:, None], 0.0)
+    price = np.where(unpaid, np.nan_to_num(weight, nan=2.0).max(axis=0), 0.0)
+    return replace(problem, price=price[None], limits=np.ones(1), resource=None)
 
 
 def _everything_fits(problem: Problem) -> Mask | None:
@@ -195,17 +215,38 @@ def milp(gap: float = 0.0, nodes: int = 20_000) -> Solver:
     def solve(problem: Problem) -> Mask:
         if (easy := _everything_fits(problem)) is not None:
             return easy
-        one_pass = knapsack() if len(problem.limits) == 1 else greedy()
+        one_pass = knapsack() if problem.is_single else greedy()
         best = one_pass(problem)
-        for tighter in (0.0, 1e-5):  # HiGHS accepts a limit missed by 1e-6; we do not
-            found = _branch_and_bound(problem, best, gap, nodes, tighter)
+        rows = _first_rows(problem)
+        tighter = 0.0
+        for _ in range(_MOST_TIGHTENINGS):
+            some = replace(problem, price=problem.price[rows], limits=problem.limits[rows])
+            found = _branch_and_bound(some, best, gap, nodes, tighter)
             if found is None or problem.value(found) <= problem.value(best):
                 return best
             if problem.fits(found):
                 return found
+            if not some.fits(found):
+                if tighter:
+                    return best
+                tighter = 1e-5  # HiGHS accepts a limit missed by 1e-6; we do not
+                continue
+            over = problem.cost(found) - problem.limits
+            over[rows] = -np.inf
+            rows = np.append(rows, np.argmax(over))
         return best
 
     return solve
+
+
+def _first_rows(problem: Problem) -> NDArray[np.intp]:
+    """The rows to begin with: of each resource the moment that is highest when everything is chosen."""
+    kinds = problem.resource or tuple(str(row) for row in range(len(problem.limits)))
+    everything = problem.always.copy()
+    everything[problem.free] = True
+    over = problem.cost(everything) - problem.limits
+    first = {kind: max((r for r, k in enumerate(kinds) if k == kind), key=lambda r: over[r]) for kind in kinds}
+    return np.array(sorted(first.values()), dtype=np.intp)
 
 
 def _branch_and_bound(problem: Problem, best: Mask, gap: float, nodes: int, tighter: float) -> Mask | None:

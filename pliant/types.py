@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import numbers
 import os
 import re
@@ -101,28 +102,44 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.macs + other.macs, joules)
 
 
+KEPT = "kept"
+KINDS = (KEPT, "optimizer", "gradient", "scratch", "dX", "dW")
+
+
 @dataclass(frozen=True)
 class Charge:
     """A cost that is due once, as soon as any of `params` is chosen or any of the charges `via` is due.
 
     A weight gradient names its parameter; an input gradient names the charges further from the loss that wait for it;
     a tensor kept for backward names every operation that reads it. So the backward graph, and the union of what
-    it keeps, are one list. `via` points to later entries of the list only.
+    it keeps, are one list. `via` points to later entries of the list only. `live` says during which moments of a step (see
+    `Profile`) its bytes stand, from the first up to the second; None: all along.
     """
 
     name: str
     cost: Cost
     params: tuple[str, ...] = ()
     via: tuple[int, ...] = ()
+    live: tuple[int, int] | None = None
+
+    @property
+    def kind(self) -> str:
+        """What it pays for: one of `KINDS`, or "node", which is to run a node at all."""
+        word = self.name.split(" ")[0].rstrip(":")
+        return word if word in KINDS else "node"
 
 
 @dataclass(frozen=True)
 class Table:
-    """The charges of a profile seen from a list of units: charge j is due when a unit of row j of `needed` is chosen."""
+    """The charges of a profile seen from a list of units: charge j is due when a unit of row j of `needed` is chosen.
+
+    Bytes are by moment: at each of them, `standing` and what is due must fit.
+    """
 
     needed: NDArray[np.bool_]  # (charges, units); no two rows are equal
     seconds: NDArray[np.float64]
-    bytes: NDArray[np.float64]
+    bytes: NDArray[np.float64]  # (moments, charges)
+    standing: NDArray[np.float64]  # (moments,): beside the charges, against the peak of the forward pass alone
     macs: NDArray[np.float64]
 
 
@@ -133,6 +150,13 @@ class Profile:
     `base` is what every step pays (the forward pass); `charges` stand in the order in which backward runs. `head`
     names the parameters of the module nearest the loss. `origin` says where and when this was taken. `coverage` is the
     share of the backward time that was attributed to nodes; `uncounted` names operations whose MACs are unknown.
+
+    Seconds and MACs add up; bytes are a peak. A step goes through `moments` (the operations of the forward pass, the nodes of
+    the backward pass, the optimizer), and each entry of it holds the bytes that live then even if nothing trains. The bytes of
+    a selection are its highest moment less the highest of `moments`: what training needs on top of inference.
+
+    `plain` is what a step of training without this library costs, where that is not the same as choosing everything.
+    `checks` are whole steps that were taken to test the measurement: seconds predicted, of the fastest try, of the slowest.
     """
 
     charges: tuple[Charge, ...]
@@ -141,25 +165,44 @@ class Profile:
     origin: Mapping[str, Any] = field(default_factory=dict)
     coverage: float | None = None
     uncounted: tuple[str, ...] = ()
+    moments: tuple[int, ...] = (0,)
+    plain: Cost | None = None
+    checks: tuple[tuple[float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for i, charge in enumerate(self.charges):
             if any(not i < j < len(self.charges) for j in charge.via):
                 raise ValueError(f"charge {i} ({charge.name!r}) has via={charge.via}: it may point to later charges only.")
+            if charge.live is not None and not 0 <= charge.live[0] <= charge.live[1] <= len(self.moments):
+                raise ValueError(f"charge {i} ({charge.name!r}) has live={charge.live} of {len(self.moments)} moments.")
 
     def cost(self, units: Iterable[Unit], engine: str = "plain", cached: bool = False) -> Cost:
         """What one step costs when just these units are chosen. THE judge: solvers are checked against it."""
         if engine != "plain" or cached:
             raise ValueError(f"this profile knows engine='plain' without a cache only (given: {engine!r}, {cached=}).")
+        due = self.due(units)
+        seconds = self.base.seconds + math.fsum(charge.cost.seconds for charge in due)
+        macs = self.base.macs + sum(charge.cost.macs for charge in due)
+        change = np.zeros(len(self.moments) + 1, np.int64)
+        for charge in due:
+            start, end = charge.live or (0, len(self.moments))
+            change[start] += charge.cost.bytes
+            change[end] -= charge.cost.bytes
+        peak = int((np.cumsum(change)[:-1] + np.array(self.moments, np.int64)).max()) - max(self.moments)
+        return Cost(seconds, self.base.bytes + peak, macs)
+
+    def kept(self, units: Iterable[Unit]) -> int:
+        """Bytes that stay for the backward pass when just these units are chosen."""
+        return sum(charge.cost.bytes for charge in self.due(units) if charge.kind == KEPT)
+
+    def due(self, units: Iterable[Unit]) -> list[Charge]:
+        """The charges that a step pays when just these units are chosen."""
         chosen = {param for unit in units for param in unit.params}
-        total = self.base
         due = [False] * len(self.charges)
         for i in range(len(self.charges) - 1, -1, -1):
             charge = self.charges[i]
             due[i] = any(p in chosen for p in charge.params) or any(due[j] for j in charge.via)
-            if due[i]:
-                total = total + charge.cost
-        return total
+        return [charge for charge, is_due in zip(self.charges, due, strict=True) if is_due]
 
     @cached_property
     def params(self) -> tuple[str, ...]:
@@ -169,17 +212,27 @@ class Profile:
     @cached_property
     def full(self) -> Cost:
         """What a plain full step costs: the meaning of 1.0 in a budget."""
-        return self.cost([Unit("*", tuple(Part(p) for p in self.params))])
+        return self.plain or self.cost([Unit("*", tuple(Part(p) for p in self.params))])
 
-    def table(self, units: Sequence[Unit]) -> Table:
+    def table(self, units: tuple[Unit, ...]) -> Table:
         """The charges as arrays over these units, equal rows merged, rows that no unit needs left out."""
+        if units not in self._tables:  # asked for again whenever a plan is corrected
+            self._tables.clear()
+            self._tables[units] = self._table(units)
+        return self._tables[units]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Unit, ...], Table]:
+        return {}
+
+    def _table(self, units: Sequence[Unit]) -> Table:
         column = {param: np.zeros(len(units), bool) for param in self.params}
         for i, unit in enumerate(units):
             for param in unit.params:
                 if param in column:
                     column[param][i] = True
         rows: list[NDArray[np.bool_]] = [np.zeros(0, bool)] * len(self.charges)
-        merged: dict[bytes, tuple[NDArray[np.bool_], NDArray[np.float64]]] = {}
+        merged: dict[bytes, tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]] = {}
         for i in range(len(self.charges) - 1, -1, -1):
             charge, row = self.charges[i], np.zeros(len(units), bool)
             for param in charge.params:
@@ -188,11 +241,16 @@ class Profile:
                 row |= rows[j]
             rows[i] = row
             if row.any():
-                price = merged.setdefault(row.tobytes(), (row, np.zeros(3)))[1]
-                price += (charge.cost.seconds, charge.cost.bytes, charge.cost.macs)
-        needed = np.array([row for row, _ in merged.values()], bool).reshape(len(merged), len(units))
-        prices = np.array([price for _, price in merged.values()], float).reshape(len(merged), 3)
-        return Table(needed, prices[:, 0], prices[:, 1], prices[:, 2])
+                new = row, np.zeros(2), np.zeros(len(self.moments))
+                _, price, held = merged.setdefault(row.tobytes(), new)
+                price += (charge.cost.seconds, charge.cost.macs)
+                held[slice(*(charge.live or (0, None)))] += charge.cost.bytes
+        needed = np.array([row for row, _, _ in merged.values()], bool).reshape(len(merged), len(units))
+        prices = np.array([price for _, price, _ in merged.values()], float).reshape(len(merged), 2)
+        held = np.array([held for _, _, held in merged.values()], float).reshape(len(merged), len(self.moments)).T
+        standing = np.array(self.moments, float) - max(self.moments)
+        alone = _highest(held, standing)
+        return Table(needed, prices[:, 0], held[alone], standing[alone], prices[:, 1])
 
     def check_origin(self, now: Mapping[str, Any], allow_mismatch: bool = False) -> None:
         """Raise `ProfileMismatch` unless this profile was taken under the conditions `now`."""
@@ -206,23 +264,36 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": "pliant.profile/1",
+            "format": "pliant.profile/2",
             "base": asdict(self.base),
             "charges": [
-                {"name": c.name, "cost": asdict(c.cost), "params": list(c.params), "via": list(c.via)} for c in self.charges
+                {
+                    "name": c.name,
+                    "cost": {key: value for key, value in asdict(c.cost).items() if value},
+                    "params": list(c.params),
+                    "via": list(c.via),
+                    "live": None if c.live is None else list(c.live),
+                }
+                for c in self.charges
             ],
             "head": list(self.head),
             "origin": dict(self.origin),
             "coverage": self.coverage,
             "uncounted": list(self.uncounted),
+            "moments": list(self.moments),
+            "plain": None if self.plain is None else asdict(self.plain),
+            "checks": [list(check) for check in self.checks],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
         found = data.get("format") if isinstance(data, Mapping) else None
-        if found != "pliant.profile/1":
-            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/1'.")
-        charges = tuple(Charge(c["name"], Cost(**c["cost"]), tuple(c["params"]), tuple(c["via"])) for c in data["charges"])
+        if found != "pliant.profile/2":
+            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/2'.")
+        charges = tuple(
+            Charge(c["name"], Cost(**c["cost"]), tuple(c["params"]), tuple(c["via"]), tuple(c["live"]) if c["live"] else None)
+            for c in data["charges"]
+        )
         return cls(
             charges,
             Cost(**data["base"]),
@@ -230,6 +301,9 @@ class Profile:
             data["origin"],
             data["coverage"],
             tuple(data["uncounted"]),
+            tuple(data["moments"]),
+            Cost(**data["plain"]) if data["plain"] else None,
+            tuple((predicted, fastest, slowest) for predicted, fastest, slowest in data["checks"]),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -248,6 +322,17 @@ class Profile:
         if now is not None:
             profile.check_origin(now, allow_mismatch)
         return profile
+
+
+def _highest(held: NDArray[np.float64], standing: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Positions of the moments that some choice may make the highest: one that a neighbour always tops is left out."""
+    kept: list[int] = []
+    for t in range(len(standing)):
+        while kept and standing[kept[-1]] <= standing[t] and (held[kept[-1]] <= held[t]).all():
+            kept.pop()
+        if not kept or standing[kept[-1]] < standing[t] or not (held[kept[-1]] >= held[t]).all():
+            kept.append(t)
+    return np.array(kept, dtype=np.intp)
 
 
 def write_aside(path: str | os.PathLike[str], content: bytes) -> None:
@@ -269,12 +354,18 @@ def write_aside(path: str | os.PathLike[str], content: bytes) -> None:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: optimizer steps and selections so far, and what is known of its length."""
+    """Where a run stands: optimizer steps and selections so far, and what is known of its length.
+
+    `elapsed` is the time since the session began, everything included; `aside` what passes between two steps (loading,
+    evaluating), on average. Both are seconds by the clock on the wall.
+    """
 
     step: int = 0
     round: int = 0
     steps_per_epoch: int | None = None
     total_steps: int | None = None
+    elapsed: float = field(default=0.0, compare=False)
+    aside: float = field(default=0.0, compare=False)
 
     @property
     def epoch(self) -> float:
@@ -294,7 +385,7 @@ Amount = float | str
 Limit = Amount | Callable[[Progress], Amount] | None
 
 _UNITS = {
-    "time": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0},
+    "time": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0},
     "memory": {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
     "macs": {"MAC": 1.0, "KMAC": 1e3, "MMAC": 1e6, "GMAC": 1e9, "TMAC": 1e12},
     "energy": {"J": 1.0, "mJ": 1e-3, "kJ": 1e3},
@@ -316,6 +407,26 @@ def _amount(kind: str, given: Amount, full: float | None) -> float:
     if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < given <= 1:
         raise ValueError(f"{kind}={given!r} is neither a share in (0, 1] of a full step nor a number with {where}.")
     return float("inf") if full is None else float(given) * full
+
+
+def within(whole_run: str) -> Callable[[Progress], str]:
+    """A time limit for a whole run: what is left of it is spread over the steps that are left. Needs `total_steps` or `fit`.
+
+    >>> ten_minutes = within("10min")
+    >>> ten_minutes(Progress(step=100, total_steps=400, elapsed=300.0, aside=0.25))
+    '0.75s'
+    """
+    seconds = _amount("time", whole_run, None) if isinstance(whole_run, str) else math.nan
+    if math.isnan(seconds):
+        raise ValueError(f"within({whole_run!r}): give a time with its unit, like within('20min').")
+
+    def limit(progress: Progress) -> str:
+        if progress.total_steps is None:
+            raise ValueError(f"within({whole_run!r}) needs the length of the run: give Session total_steps=…, or use fit().")
+        left = max(progress.total_steps - progress.step, 1)
+        return f"{max((seconds - progress.elapsed) / left - progress.aside, 1e-9):.9g}s"
+
+    return limit
 
 
 @dataclass(frozen=True)
@@ -360,7 +471,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Selection:
-    """What was chosen, and enough to explain it: its cost, the limits it kept, each unit's value, when it was made."""
+    """What was chosen, and enough to explain it: its cost, the limits it kept, each unit's value, when it was made.
+
+    `limit` is what was planned for; it differs from `asked`, what the budget says, where measured steps corrected it.
+    """
 
     units: tuple[Unit, ...]
     cost: Cost
@@ -370,6 +484,7 @@ class Selection:
     step: int = 0
     full: Cost = field(default_factory=Cost)
     values: Mapping[str, float] = field(default_factory=dict)  # of every candidate, chosen or not
+    asked: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def params(self) -> frozenset[str]:
@@ -397,6 +512,7 @@ class Selection:
             "full": asdict(self.full),
             "limit": dict(self.limit),
             "values": dict(self.values),
+            "asked": dict(self.asked),
         }
 
     @classmethod
@@ -410,4 +526,5 @@ class Selection:
             data["step"],
             Cost(**data["full"]),
             data["values"],
+            data["asked"],
         )

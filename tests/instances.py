@@ -29,6 +29,7 @@ def problem(
     always: Sequence[int] = (),
     round: int = 0,
     seed: int = 0,
+    resource: Sequence[str] | None = None,
 ) -> Problem:
     """A problem from plain lists: units are a, b, c, …; `always` holds positions."""
     mask = np.zeros(len(values), bool)
@@ -42,6 +43,7 @@ def problem(
         mask,
         round,
         seed,
+        None if resource is None else tuple(resource),
     )
 
 
@@ -75,19 +77,20 @@ def problems(
     lowest_value: int = -8,
     lowest_price: int = 0,
     most_always: int = 2,
+    moments: int = 1,
 ) -> Problem:
-    """A chain or a graph with branches; what is always chosen fits every limit."""
+    """A chain or a graph with branches; what is always chosen fits every limit. A resource may have several `moments`."""
     units = draw(st.integers(least, most))
     if shape == "chain":
         rows = chain_rows(units)
     else:
         charges = draw(st.integers(1, 2 * units))
         rows = graph_rows(units, draw(numbers(0, units - 1, charges)), draw(numbers(0, 31, charges)))
-    resources = draw(st.integers(1, limits))
-    price = [draw(numbers(lowest_price, 9, len(rows))) for _ in range(resources)]
+    resource = [f"r{r}" for r in range(draw(st.integers(1, limits))) for _ in range(draw(st.integers(1, moments)))]
+    price = [draw(numbers(lowest_price, 9, len(rows))) for _ in resource]
     values = draw(numbers(lowest_value, 20, units))
     always = draw(st.sets(st.integers(0, units - 1), max_size=min(most_always, units)))
-    unlimited = problem(values, rows, price, [np.inf] * resources, sorted(always))
+    unlimited = problem(values, rows, price, [np.inf] * len(resource), sorted(always), resource=resource)
     floor, full = unlimited.cost(unlimited.always), unlimited.price.sum(axis=1)
     return replace(
         unlimited, limits=np.array([draw(st.integers(int(a), int(b))) for a, b in zip(floor, full, strict=True)], float)
@@ -135,15 +138,18 @@ def chain_profile(
 
 
 @st.composite
-def profiles(draw: st.DrawFn, params: int = 6, charges: int = 14) -> Profile:
-    """Charges with any parameters and any later charges, some with neither."""
+def profiles(draw: st.DrawFn, params: int = 6, charges: int = 14, moments: int = 1) -> Profile:
+    """Charges with any parameters and any later charges, some with neither, that live at any of up to so many `moments`."""
     count = draw(st.integers(0, charges))
+    lives = draw(numbers(0, 30, draw(st.integers(1, moments))) if moments > 1 else st.just([0]))
+    interval = st.lists(st.integers(0, len(lives)), min_size=2, max_size=2).map(sorted).map(tuple)
     out = []
     for i in range(count):
         seconds, size, macs = draw(numbers(0, 9, 3))
         names = draw(st.sets(st.integers(0, params - 1), max_size=2))
         later = draw(st.sets(st.integers(i + 1, count - 1), max_size=3)) if i + 1 < count else set()
-        out.append(
-            Charge(f"c{i}", Cost(float(seconds), size, macs), tuple(f"p{n}" for n in sorted(names)), tuple(sorted(later)))
-        )
-    return Profile(tuple(out), Cost(*draw(st.tuples(st.integers(0, 9).map(float), st.integers(0, 9), st.integers(0, 9)))))
+        live = draw(st.none() | interval) if moments > 1 else None
+        cost, waiting = Cost(float(seconds), size, macs), tuple(f"p{n}" for n in sorted(names))
+        out.append(Charge(f"c{i}", cost, waiting, tuple(sorted(later)), live))
+    base = Cost(*draw(st.tuples(st.integers(0, 9).map(float), st.integers(0, 9), st.integers(0, 9))))
+    return Profile(tuple(out), base, moments=tuple(lives))

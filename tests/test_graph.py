@@ -191,8 +191,9 @@ def test_a_users_autograd_function_is_a_node_like_any_other() -> None:
 def test_checkpointed_parts_are_read_like_the_rest() -> None:
     graph = graph_of("checkpointed")
     assert [node.params for node in at(graph, "Addmm")] == [(f"{m}.bias", f"{m}.weight") for m in ("head", "middle", "stem")]
-    (gelu,) = at(graph, "Gelu")
-    assert not gelu.saves  # it is recomputed
+    (gelu,), middle = at(graph, "Gelu"), at(graph, "Addmm")[1]
+    assert [save[1:] for save in gelu.saves] == [(6 * 6 * 4, None)], "the input of the region; the rest is recomputed"
+    assert middle.saves == gelu.saves, "which each of its nodes holds on to"
 
 
 def test_frozen_parts_make_no_node_but_their_work_is_known() -> None:

@@ -6,7 +6,6 @@ import random
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 
-from pliant import Part, Profile, ProfileMismatch, Unit, batches, measure
-from pliant.apply import sandbox
-from pliant.graph import read, walk
+from pliant import Part, Profile, ProfileMismatch, Unit, apply, batches, measure, trial
+from pliant.apply import NormRule, Norms, apply_, sandbox
+from pliant.clock import Watch
+from pliant.graph import read, trainable, walk
+from pliant.types import Charge
+from pliant.update import Update
 
 every_case = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())
 shapes_vary = settings(derandomize=True, deadline=None, max_examples=40)
@@ -87,8 +89,8 @@ class Clock(TorchDispatchMode):
 @contextmanager
 def on_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[Clock]:
     with monkeypatch.context() as patch, clock:
-        patch.setattr(measure.Watch, "mark", lambda self: clock.now)
-        patch.setattr(measure.Watch, "seconds", lambda self, start, end: end - start)
+        patch.setattr(Watch, "mark", lambda self: clock.now)
+        patch.setattr(Watch, "seconds", lambda self, start, end: end - start)
         yield clock
 
 
@@ -291,8 +293,9 @@ class Kept:
         self.tensor = tensor.detach()
 
 
-def really_kept(model: nn.Module, loss: Any, batch: Any, chosen: Collection[str]) -> int:
+def really_kept(model: nn.Module, loss: Any, batch: Any, chosen: Collection[str], norm: NormRule = "chosen") -> int:
     """Bytes alive for backward after a forward pass with just the chosen parameters trainable; each storage once."""
+    among = trainable(model)
     standing = [*model.parameters(), *model.buffers(), *batches.tensors(batch)]
     known = {tensor.untyped_storage()._cdata for tensor in standing}
     packed: list[weakref.ref[Kept]] = []
@@ -303,6 +306,7 @@ def really_kept(model: nn.Module, loss: Any, batch: Any, chosen: Collection[str]
         return kept
 
     with sandbox(model, train=chosen), torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        Norms(model, norm).hold_(among, chosen)
         value = loss(model, batch)
         storages = [ref().tensor.untyped_storage() for ref in packed if ref() is not None]
         del value
@@ -310,18 +314,53 @@ def really_kept(model: nn.Module, loss: Any, batch: Any, chosen: Collection[str]
 
 
 def counted_kept(profile: Profile, chosen: Collection[str]) -> int:
-    """The bytes of a selection without its gradients and optimizer state."""
-    held = sum(c.cost.bytes for c in profile.charges if c.name.startswith("optimizer") and set(c.params) & set(chosen))
-    return profile.cost(whole(*chosen)).bytes - held
+    """The bytes that a selection keeps for backward."""
+    return profile.kept(whole(*chosen))
 
 
-# The input that a checkpoint keeps is missed where nothing before it trains: docs/limits.md says so.
+def bytes_of(profile: Profile, kind: str, chosen: Collection[str]) -> int:
+    """The bytes of one kind that a selection needs at some time of the step."""
+    return sum(charge.cost.bytes for charge in profile.due(whole(*chosen)) if charge.kind == kind)
+
+
 @pytest.mark.parametrize("case", [c for name, c in ZOO.items() if name != "checkpointed"])
 def test_kept_bytes_are_what_autograd_keeps(case: Case) -> None:
     model, loss, batch = case.make()
     profile = counted(model, batch, loss)
     for chosen in selections(model, case, several=8):
         assert counted_kept(profile, chosen) == really_kept(model, loss, batch, chosen), chosen
+
+
+@pytest.mark.parametrize(
+    "norm",
+    ["chosen", "frozen", "as-is"],
+)
+@pytest.mark.parametrize("name", ["conv_net", "branches"])
+def test_a_norm_at_rest_keeps_no_statistics(name: str, norm: NormRule) -> None:
+    model, loss, batch = ZOO[name].make()
+    profile = measure.counted(model, sgd(model), loss, batch, norm=norm)
+    for chosen in selections(model, ZOO[name]):
+        assert counted_kept(profile, chosen) == really_kept(model, loss, batch, chosen, norm), chosen
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["middle.weight"],
+        ["middle.bias"],
+        ["stem.bias"],
+        ["stem.weight", "head.bias"],
+        ["head.bias"],
+        ["head.weight"],
+    ],
+    ids=" ".join,
+)
+def test_a_checkpoint_keeps_its_input_for_its_own_part_and_what_lies_behind(chosen: list[str]) -> None:
+    """Its hooks take over from those of `really_kept`, so every piece of memory is followed here."""
+    model, loss, batch = ZOO["checkpointed"].make()
+    profile = counted(model, batch, loss)
+    apply_(trainable(model), sgd(model), chosen)
+    assert counted_kept(profile, chosen) == measure.kept_bytes(model, loss, batch)
 
 
 @every_case
@@ -414,14 +453,94 @@ def test_gradients_and_optimizer_state(make: Any, per_byte: int, per_tensor: int
     profile = measure.counted(model, make(model.parameters()), mean_square, x)
     for chosen in (["0.weight"], ["1.bias"], ["0.bias", "1.weight"]):
         size = sum(model.get_parameter(name).numel() * 4 for name in chosen)
-        held = size + per_byte * size + per_tensor * len(chosen)
-        assert profile.cost(whole(*chosen)).bytes == really_kept(model, mean_square, x, chosen) + held
+        assert bytes_of(profile, "gradient", chosen) == size
+        assert bytes_of(profile, "optimizer", chosen) == per_byte * size + per_tensor * len(chosen)
+        at_once = really_kept(model, mean_square, x, chosen) + (1 + per_byte) * size + per_tensor * len(chosen)
+        assert profile.cost(whole(*chosen)).bytes <= at_once, "a peak is never more than all of it together"
 
 
 def test_a_parameter_outside_the_optimizer_has_a_gradient_but_no_state() -> None:
     model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
     profile = measure.counted(model, torch.optim.AdamW(model[1].parameters()), mean_square, x)
-    assert profile.cost(whole("0.bias")).bytes == really_kept(model, mean_square, x, ["0.bias"]) + 7 * 4
+    assert bytes_of(profile, "gradient", ["0.bias"]) == 7 * 4
+    assert bytes_of(profile, "optimizer", ["0.bias"]) == 0
+    assert bytes_of(profile, "optimizer", ["1.bias"]) == 2 * 4 * 4 + 4
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_optimizers_scratch_memory_is_tried_out(foreach: bool) -> None:
+    """AdamW makes tensors like the parameter on its way, for one after the other or (foreach) for all at once."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    sizes = trial.optimizer_sizes(torch.optim.AdamW(model.parameters(), foreach=foreach), trainable(model))
+    assert sizes["together"] == foreach
+    for name, param in model.named_parameters():
+        assert sizes["state"][name] == 2 * param.numel() * 4 + 4
+        assert param.numel() * 4 <= sizes["scratch"][name] <= 2 * param.numel() * 4 + 64
+
+
+def test_parameters_outside_the_optimizer_have_no_sizes() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4))
+    sizes = trial.optimizer_sizes(torch.optim.AdamW(model[1].parameters()), trainable(model))
+    assert set(sizes["state"]) == set(sizes["scratch"]) == {"1.weight", "1.bias"}
+
+
+# ---------------------------------------------------------------- the peak of a step, every piece of memory followed
+
+
+def peaks(case: Case, choices: Sequence[Collection[str]]) -> Iterator[tuple[Any, int, int, int]]:
+    """For each choice, as a session would apply it: the bytes that a profile predicts, those of a real step, its peak."""
+    model, loss, batch = case.make()
+    optimizer, among, norms = sgd(model), trainable(model), Norms(model, "chosen")
+    profile = measure.timed(model, optimizer, loss, batch, repeats=1)
+    for chosen in choices:
+        apply_(among, optimizer, chosen)
+        norms.hold_(among, chosen)
+        peak, alone = measure.peak_bytes(model, optimizer, loss, batch)
+        kept = measure.kept_bytes(model, loss, batch)
+        assert profile.kept(whole(*chosen)) == pytest.approx(kept, rel=0.01), chosen
+        yield chosen, profile.cost(whole(*chosen)).bytes, peak - alone, peak
+
+
+# Where prediction and peak differ by more than a tenth, by how much at most, and why. docs/limits.md says it too.
+PEAKS_BEYOND = {
+    "custom": 0.2,  # over: the weight's gradient, which a function written in Python computes unasked, is counted twice
+    "branches": 0.25,  # over: gradients that wait for another branch are counted although that branch does not train
+    "functional": 0.25,  # over: likewise
+    "transformer": 0.12,  # under: what a frame holds on to in the forward pass, and nobody reads again, is taken for freed
+    "two_inputs": 0.12,  # under: the loss itself is not counted during the backward pass, and mse_loss leaves a large one
+}
+
+
+@pytest.mark.parametrize("case", ZOO.values())
+def test_the_peak_of_any_selection_is_that_of_the_real_step(case: Case) -> None:
+    for chosen, predicted, real, peak in peaks(case, selections(case.make()[0], case)):
+        assert abs(predicted - real) <= PEAKS_BEYOND.get(case.name, 0.1) * peak, (chosen, predicted, real)
+
+
+@pytest.mark.parametrize("case", ZOO.values())
+def test_the_peak_of_a_full_step_is_that_of_the_real_step(case: Case) -> None:
+    names = [name for name in trainable(case.make()[0]) if name not in case.unused]
+    for _, predicted, real, peak in peaks(case, [names]):
+        assert abs(predicted - real) <= (0.12 if case.name == "custom" else 0.1) * peak, (predicted, real)
+
+
+@pytest.mark.parametrize("case", ZOO.values())
+def test_the_peak_of_the_head_alone_is_that_of_the_real_step(case: Case) -> None:
+    for _, predicted, real, peak in peaks(case, [case.head]):
+        assert abs(predicted - real) <= 0.1 * peak, (predicted, real)
+
+
+def test_gradients_that_accumulate_stand_all_along() -> None:
+    """Where everything is highest in the forward pass, that is all that a second batch adds."""
+    model, x = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)), torch.randn(64, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    one, two = (measure.counted(model, optimizer, mean_square, x, update=Update(accumulate=n)) for n in (1, 2))
+    for chosen in (["2.bias"], ["0.weight"], list(one.params)):
+        size = sum(model.get_parameter(name).numel() * 4 for name in chosen)
+        assert one.cost(whole(*chosen)).bytes <= two.cost(whole(*chosen)).bytes <= one.cost(whole(*chosen)).bytes + size
+        assert two.kept(whole(*chosen)) == one.kept(whole(*chosen)), "each batch is kept for itself"
+        assert two.cost(whole(*chosen)).macs == 2 * one.cost(whole(*chosen)).macs
+    assert two.cost(whole("0.weight")).bytes > one.cost(whole("0.weight")).bytes
 
 
 # ---------------------------------------------------------------- timed, on a clock that we wind ourselves
@@ -433,9 +552,16 @@ def test_predicted_seconds_are_those_of_the_real_step(case: Case, monkeypatch: p
     model, loss, batch = case.make()
     with on_clock(monkeypatch, Clock()):
         profile = measure.timed(model, sgd(model), loss, batch, repeats=2)
-    assert profile.coverage == 1
+    assert profile.coverage == pytest.approx(1)
     for chosen in selections(model, case):
-        assert profile.cost(whole(*chosen)).seconds == really_runs(model, loss, batch, chosen), chosen
+        assert profile.cost(whole(*chosen)).seconds == pytest.approx(really_runs(model, loss, batch, chosen)), chosen
+    for predicted, fastest, slowest in profile.checks:
+        assert predicted == pytest.approx(fastest) and fastest == slowest
+
+
+def work(profile: Profile) -> list[Charge]:
+    """All charges but those that hold nothing but the bytes that were seen while a node or the optimizer ran."""
+    return [c for c in profile.charges if c.live is None or c.kind not in ("dX", "scratch")]
 
 
 @pytest.mark.parametrize("case", [c for name, c in ZOO.items() if name != "checkpointed"], ids=lambda c: c.name)
@@ -445,12 +571,13 @@ def test_counted_products_are_those_that_run(case: Case, monkeypatch: pytest.Mon
     with on_clock(monkeypatch, Clock()):
         seconds = measure.timed(model, sgd(model), loss, batch, repeats=1)
     macs = measure.counted(model, sgd(model), loss, batch)
-    assert seconds.base.seconds == macs.base.macs
-    assert [c.name for c in seconds.charges] == [c.name for c in macs.charges]
-    for timed, counted in zip(seconds.charges, macs.charges, strict=True):
-        kind, op = [*timed.name.split(), ""][:2]
-        if timed.cost.seconds or (kind == "dX" and op in ("Mm", "Addmm", "Convolution")):
-            assert timed.cost.seconds == counted.cost.macs, timed.name
+    assert seconds.base.seconds == pytest.approx(macs.base.macs)
+    timed, counted = work(seconds), work(macs)
+    assert [charge.name for charge in timed] == [charge.name for charge in counted]
+    for charge, known in zip(timed, counted, strict=True):
+        kind, op = [*charge.name.split(), ""][:2]
+        if charge.cost.seconds > 1e-3 or (kind == "dX" and op in ("Mm", "Addmm", "Convolution")):
+            assert charge.cost.seconds == pytest.approx(known.cost.macs), charge.name
 
 
 class TiedWithBias(nn.Module):
@@ -469,7 +596,7 @@ def test_a_tied_weight_does_not_make_a_bias_dear(monkeypatch: pytest.MonkeyPatch
     model, ids = TiedWithBias(), torch.arange(6)
     with on_clock(monkeypatch, Clock()):
         profile = measure.timed(model, sgd(model), mean_square, ids, repeats=1)
-    assert profile.cost(whole("out.bias")).seconds == really_runs(model, mean_square, ids, ["out.bias"])
+    assert profile.cost(whole("out.bias")).seconds == pytest.approx(really_runs(model, mean_square, ids, ["out.bias"]))
 
 
 def norm_price(name: str, args: Sequence[Any], out: Any) -> float:
@@ -493,14 +620,20 @@ def test_two_parameters_of_a_node_share_what_they_share(monkeypatch: pytest.Monk
         ("0.weight", "1.bias"): 117,
         ("0.weight", "1.weight", "1.bias"): 118,
     }
-    assert {chosen: profile.cost(whole(*chosen)).seconds for chosen in prices} == prices
+    assert {chosen: profile.cost(whole(*chosen)).seconds for chosen in prices} == pytest.approx(prices)
     assert all(prices[c] == really_runs(model, mean_square, x, c, Clock(norm_price)) for c in prices if c)
 
 
 def test_the_fastest_of_several_passes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading, warming up and three passes: the fourth run finds the device undisturbed."""
+    """Every kind of pass finds the device undisturbed once: the second of three, here."""
     model, x = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 4)), torch.randn(6, 5)
-    slower, run = [9.0, 9.0, 5.0, 1.0, 7.0], 0
+    with on_clock(monkeypatch, Clock()):
+        steady = measure.timed(model, sgd(model), mean_square, x, repeats=1)
+    steps = len(steady.checks)
+    slower = [9, 5, 1, 7, 9, 9]  # the graph is read; nodes are timed; bytes are counted with and without gradients
+    slower += [3] * steps + [1] * steps + [2] * steps  # whole steps
+    slower += [4] * steps  # and once more, since they differ much
+    run = 0
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         nonlocal run
@@ -509,47 +642,148 @@ def test_the_fastest_of_several_passes_counts(monkeypatch: pytest.MonkeyPatch) -
 
     with on_clock(monkeypatch, Clock(lambda *op: products(*op) * slower[run - 1])):
         disturbed = measure.timed(model, sgd(model), loss, x, repeats=3)
-    with on_clock(monkeypatch, Clock()):
-        steady = measure.timed(model, sgd(model), mean_square, x, repeats=1)
-    assert run == 5
+    assert run == len(slower)
     assert (disturbed.base, disturbed.charges) == (steady.base, steady.charges)
+    assert [(fast, slow / fast) for _, fast, slow in disturbed.checks] == [(fast, 4.0) for _, fast, _ in steady.checks]
 
 
-def test_work_that_no_node_does_is_spread_over_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_no_hook_sees_is_spread_over_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A microsecond per MAC, and ten per node that are spent where no hook looks: whole steps tell."""
     model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
-    clock = Clock()
+    clock, backward = Clock(lambda *op: products(*op) * 1e-6), Update.backward
 
-    def tick(_: torch.Tensor) -> None:
-        clock.now += 60
+    def unseen(self: Update, value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+        clock.now += 10e-6 * len(walk(value))
+        backward(self, value, inputs)
 
-    handle = model[0].weight.register_post_accumulate_grad_hook(tick)  # runs between nodes, in backward only
+    monkeypatch.setattr(Update, "backward", unseen)
     with on_clock(monkeypatch, clock):
         profile = measure.timed(model, sgd(model), mean_square, x, repeats=1)
-    handle.remove()
-    seen = really_runs(model, mean_square, x, profile.params)
-    backward = seen - profile.base.seconds
-    assert profile.full.seconds == pytest.approx(seen + 60)
-    assert profile.coverage == pytest.approx(backward / (backward + 60))
-    nodes = 6  # mean, square, two products, a transpose each
-    last_alone = really_runs(model, mean_square, x, ["1.bias"]) + 60 * 3 / nodes  # mean, square, product
-    assert profile.cost(whole("1.bias")).seconds == pytest.approx(last_alone)
+    nodes = {("1.bias",): 3, ("0.weight",): 6, profile.params: 6}  # mean, square, two products, a transpose each
+    for chosen, count in nodes.items():
+        seen = really_runs(model, mean_square, x, chosen) * 1e-6
+        assert profile.cost(whole(*chosen)).seconds == pytest.approx(seen + count * 10e-6, rel=0.02), chosen
+    seen = really_runs(model, mean_square, x, profile.params) * 1e-6 - profile.base.seconds
+    assert profile.coverage == pytest.approx(seen / (seen + 60e-6), rel=0.02)
+    for predicted, fastest, _ in profile.checks:
+        assert predicted == pytest.approx(fastest, rel=0.01)
 
 
 def test_the_optimizer_is_priced_by_tensor_and_by_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
-    clock, step = Clock(lambda *_: 0.0), measure.scratch_step
+    clock, step = Clock(lambda *_: 0.0), trial.scratch_step
 
     def priced_step(like: torch.optim.Optimizer) -> None:
         step(like)
-        mine = [p for group in like.param_groups for p in group["params"]]
-        clock.now += 30 * len(mine) + 0.5 * sum(p.numel() * 4 for p in mine)
+        mine = [p for group in like.param_groups for p in group["params"] if p.grad is not None]
+        clock.now += 7 + 30 * len(mine) + 0.5 * sum(p.numel() * 4 for p in mine)
 
-    monkeypatch.setattr(measure, "scratch_step", priced_step)
+    monkeypatch.setattr(apply, "scratch_step", priced_step)
     with on_clock(monkeypatch, clock):
         profile = measure.timed(model, sgd(model), mean_square, x, repeats=1)
+    assert profile.base.seconds == pytest.approx(7)
     for chosen in (["0.weight"], ["1.bias"], ["0.weight", "1.bias"], list(profile.params)):
         numbers = sum(model.get_parameter(name).numel() for name in chosen)
-        assert profile.cost(whole(*chosen)).seconds == pytest.approx(30 * len(chosen) + 0.5 * 4 * numbers)
+        assert profile.cost(whole(*chosen)).seconds == pytest.approx(7 + 30 * len(chosen) + 0.5 * 4 * numbers)
+
+
+def moving_price(name: str, args: Sequence[Any], out: Any) -> float:
+    """A norm that moves its statistics takes 100, one at rest 10; a product what it multiplies."""
+    return (100.0 if args[5] else 10.0) if name == "native_batch_norm" else products(name, args, out)
+
+
+def norm_net() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)), torch.randn(6, 3, 4, 4)
+
+
+@pytest.mark.parametrize("norm", ["chosen", "frozen", "as-is"])
+def test_norms_that_are_not_chosen_are_timed_at_rest(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = norm_net()
+    with on_clock(monkeypatch, Clock(moving_price)):
+        profile = measure.timed(model, sgd(model), mean_square, x, norm=norm, repeats=1)
+    for chosen in (["2.weight"], ["0.weight"], ["1.bias"], ["0.weight", "1.weight"], list(profile.params)):
+        with sandbox(model):
+            norms = Norms(model, norm)
+            norms.hold_(profile.params, chosen)
+            real = really_runs(model, mean_square, x, chosen, Clock(moving_price))
+        assert profile.cost(whole(*chosen)).seconds == pytest.approx(real), chosen
+    moving = really_runs(model, mean_square, x, profile.params, Clock(moving_price))
+    assert profile.full.seconds == pytest.approx(moving), "a full step is a plain one, in which norms move"
+    assert (profile.plain is not None) == (norm == "frozen")
+    assert profile.origin["norms"] == norm
+
+
+def test_seconds_multiply_with_the_batches_of_a_step_but_the_optimizer_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
+    clock, step = Clock(), trial.scratch_step
+
+    def priced_step(like: torch.optim.Optimizer) -> None:
+        step(like)
+        clock.now += 50 * sum(p.grad is not None for group in like.param_groups for p in group["params"])
+
+    monkeypatch.setattr(apply, "scratch_step", priced_step)
+    with on_clock(monkeypatch, clock):
+        profile = measure.timed(model, sgd(model), mean_square, x, update=Update(accumulate=3), repeats=1)
+    for chosen in (["1.bias"], ["0.weight", "1.weight"]):
+        real = 3 * really_runs(model, mean_square, x, chosen) + 50 * len(chosen)
+        assert profile.cost(whole(*chosen)).seconds == pytest.approx(real)
+    assert profile.origin["accumulate"] == 3
+
+
+# ---------------------------------------------------------------- parts that are scaled to whole steps
+
+
+def some_parts(seed: int, steps: int) -> np.ndarray:
+    """Milliseconds of five parts in whole steps of growing depth, and the nodes that run."""
+    rng = np.random.default_rng(seed)
+    parts = np.cumsum(rng.uniform(0.1e-3, 2e-3, (steps, 6)), axis=0)
+    parts[:, 0], parts[:, 5] = rng.uniform(2e-3, 5e-3), np.arange(10, 10 + 7 * steps, 7)
+    return parts
+
+
+@pytest.mark.parametrize("trust", [0.1, 0.5])
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_that_add_up_stay_as_they_are(seed: int, trust: float) -> None:
+    parts, right = some_parts(seed, 4), np.array([1.0] * 5 + [5e-6])
+    assert trial._scales(parts, parts @ right, trust) == pytest.approx(right)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_that_are_off_are_found_out_by_enough_whole_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = rng.uniform(1e-3, 5e-3, (200, 6)) * np.array([1, 1, 1, 1, 1, 1e4])
+    off = np.array([*rng.uniform(0.8, 1.25, 5), rng.uniform(0, 2e-5)])
+    assert trial._scales(parts, parts @ off, trust=10.0)[:5] == pytest.approx(off[:5], rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_scaled_parts_add_up_to_the_whole_steps_even_if_they_are_few(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = some_parts(seed, 4)
+    measured = parts @ np.array([*rng.uniform(0.9, 1.1, 5), rng.uniform(0, 2e-5)])
+    assert parts @ trial._scales(parts, measured, trust=0.1) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_in_the_whole_steps_pulls_the_parts_only_a_little(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts, right = some_parts(seed, 4), np.array([1.0] * 5 + [5e-6])
+    found = trial._scales(parts, parts @ right * rng.normal(1, 0.01, 4), trust=0.1)
+    assert np.all(np.abs(found[:5] - 1) < 0.1) and np.all(found >= 0)
+
+
+def test_whole_steps_that_contradict_their_parts_are_weighed_quietly() -> None:
+    """A real, disturbed measurement: more trained in less time."""
+    parts = np.array([[179.7e-6, 4.6e-6, 56.8e-6, 36.8e-6, 0, 5], [179.7e-6, 21.8e-6, 105.6e-6, 41.8e-6, 0, 9]])
+    found = trial._scales(parts, np.array([480.4e-6, 379.4e-6]), trust=0.1)
+    assert np.all(np.isfinite(found)) and np.all(found >= 0)
+    assert found[4] == pytest.approx(1), "of norms nothing was heard"
+
+
+def test_scales_are_never_negative() -> None:
+    """Whole steps that are far faster than their parts."""
+    parts = some_parts(0, 4)
+    assert np.all(trial._scales(parts, parts[:, 0] * np.array([1.0, 0.5, 0.2, 0.1]), trust=0.5) >= 0)
 
 
 class Program(nn.Module):
@@ -585,16 +819,21 @@ class Program(nn.Module):
 @shapes_vary
 @given(st.data())
 def test_random_programs_cost_what_they_cost(data: st.DataObject) -> None:
-    """Seconds on a clock of products, and kept bytes, for a random selection of a random program."""
+    """Seconds on a clock of products (and one for the loss), and kept bytes, for a random selection of a random program."""
+
+    def price(name: str, args: Sequence[Any], out: Any) -> float:
+        return products(name, args, out) + (name == "mean")
+
     op = st.sampled_from(["layer", "norm", "scale", "product", "attention", "activation"])
     steps = data.draw(st.lists(st.tuples(op, st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7))
     torch.manual_seed(0)
     model, x = Program(steps), torch.randn(2, 3, 4)
-    with pytest.MonkeyPatch.context() as monkeypatch, on_clock(monkeypatch, Clock()):
+    with pytest.MonkeyPatch.context() as monkeypatch, on_clock(monkeypatch, Clock(price)):
         profile = measure.timed(model, sgd(model), mean_square, x, repeats=1)
     used = [name for name in profile.params if profile.cost(whole(name)) != profile.base]
     chosen = sorted(data.draw(st.sets(st.sampled_from(used), min_size=1)))
-    assert profile.cost(whole(*chosen)).seconds == really_runs(model, mean_square, x, chosen)
+    real = really_runs(model, mean_square, x, chosen, Clock(price))
+    assert profile.cost(whole(*chosen)).seconds == pytest.approx(real, abs=1e-3)
     assert counted_kept(profile, chosen) == really_kept(model, mean_square, x, chosen)
 
 
@@ -606,15 +845,30 @@ def test_timed_has_the_charges_of_counted(case: Case) -> None:
     model, loss, batch = case.make()
     timed, counted = (make(model, adamw(model), loss, batch) for make in (measure.timed, measure.counted))
 
-    def without_seconds(profile: Profile) -> list[Any]:
-        return [replace(charge, cost=replace(charge.cost, seconds=0.0)) for charge in profile.charges]
+    def known_from_shapes(profile: Profile) -> list[Any]:
+        held = ("kept", "gradient", "optimizer")
+        return [
+            (c.name, c.cost.macs, c.cost.bytes if c.kind in held else 0, c.params, [profile.charges[j].name for j in c.via])
+            for c in work(profile)
+        ]
 
-    assert without_seconds(timed) == without_seconds(counted)
+    assert known_from_shapes(timed) == known_from_shapes(counted)
     assert (timed.head, timed.uncounted, timed.base.macs) == (counted.head, counted.uncounted, counted.base.macs)
     assert timed.base.seconds > 0 and all(charge.cost.seconds >= 0 for charge in timed.charges)
     assert timed.full.seconds >= timed.base.seconds
     assert timed.coverage is not None and 0 < timed.coverage <= 1
     assert counted.full.seconds == 0 and counted.coverage is None
+
+
+@pytest.mark.parametrize("make", [measure.timed, measure.counted])
+@every_case
+def test_nothing_in_a_profile_is_negative(case: Case, make: Callable[..., Profile]) -> None:
+    model, loss, batch = case.make()
+    profile = make(model, adamw(model), loss, batch, update=Update(clip=1.0, accumulate=2))
+    for cost in (profile.base, *(charge.cost for charge in profile.charges)):
+        assert cost.seconds >= 0 and cost.bytes >= 0 and cost.macs >= 0
+    assert min(profile.moments) >= 0
+    assert all(fastest <= slowest and predicted > 0 for predicted, fastest, slowest in profile.checks)
 
 
 @every_case
@@ -718,7 +972,11 @@ def test_another_resolution_is_another_batch() -> None:
 MEASURES: dict[str, Callable[..., Any]] = {
     "counted": measure.counted,
     "timed": lambda *args: measure.timed(*args, repeats=2),
+    "timed, clipped and accumulated": lambda *args: measure.timed(
+        *args, update=Update(clip=1.0, accumulate=2), norm="frozen", repeats=1
+    ),
     "kept_bytes": lambda model, optimizer, loss, batch: measure.kept_bytes(model, loss, batch),
+    "peak_bytes": measure.peak_bytes,
 }
 
 
@@ -733,14 +991,16 @@ def test_measuring_leaves_no_trace(case: Case, make: str) -> None:
     assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
 
 
-@pytest.mark.parametrize("make", ["counted", "kept_bytes", "timed"])
+@pytest.mark.parametrize("make", MEASURES)
 def test_parameters_of_the_loss_itself_get_no_gradient(make: str) -> None:
     model, scale = nn.Linear(5, 4), nn.Parameter(torch.ones(()))
     MEASURES[make](model, sgd(model), lambda m, x: (m(x) * scale).square().mean(), torch.randn(6, 5))
     assert scale.grad is None
 
 
-@pytest.mark.parametrize(("make", "at_call"), [("counted", 1), ("kept_bytes", 1), ("timed", 1), ("timed", 3)])
+@pytest.mark.parametrize(
+    ("make", "at_call"), [("counted", 1), ("kept_bytes", 1), ("peak_bytes", 3), ("timed", 1), ("timed", 3), ("timed", 9)]
+)
 @pytest.mark.parametrize("name", ["conv_net", "transformer", "checkpointed"])
 def test_a_loss_that_raises_leaves_no_trace(name: str, make: str, at_call: int) -> None:
     model, optimizer, loss, batch = mid_training(ZOO[name])

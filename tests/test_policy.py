@@ -54,7 +54,7 @@ def test_the_best_choice_inside_the_budget() -> None:
 def test_a_selection_explains_itself() -> None:
     policy_ = policy(budget=Budget(time=0.8, memory=0.9), solver=milp())
     picked = plan(policy_, FOUR, VALUES, Progress(step=120, round=3))
-    assert picked.limit == {"seconds": 16.0, "bytes": 18_000.0}
+    assert picked.limit == picked.asked == {"seconds": 16.0, "bytes": 18_000.0}
     assert picked.value == 14.0
     assert (picked.round, picked.step) == (3, 120)
     assert picked.full == FOUR.full == Cost(20, 20_000, 200)
@@ -236,6 +236,92 @@ def test_a_fixed_choice_over_its_budget_is_refused() -> None:
 
 def test_joules_that_nobody_measured_are_refused() -> None:
     assert "holds no joules" in refusal(policy(budget=Budget(energy=0.5)), FOUR, VALUES)
+
+
+# ---------------------------------------------------------------- what measured steps correct
+
+
+def test_a_correction_scales_the_seconds_that_are_planned_for() -> None:
+    """Steps that take half as long as predicted leave room for twice as much, and the other way around."""
+    policy_ = policy(budget=Budget(time="10s"))
+    plain, more, less = (plan(policy_, FOUR, VALUES, correction=c) for c in (None, 1.4, 0.9))
+    assert [chosen(s) for s in (plain, more, less)] == ["u1", "u3", "u0"]
+    assert [s.limit for s in (plain, more, less)] == [{"seconds": 10.0}, {"seconds": 14.0}, {"seconds": 9.0}]
+    assert all(s.asked == {"seconds": 10.0} for s in (plain, more, less))
+    assert chosen(plan(policy_, FOUR, VALUES, correction=1.0)) == chosen(plain)
+
+
+def test_a_corrected_limit_is_never_below_the_floor() -> None:
+    """8 seconds is the cheapest step: a budget that asks for 10 and is halved by what was measured plans for 8."""
+    corrected = plan(policy(budget=Budget(time="10s")), FOUR, VALUES, correction=0.5)
+    assert chosen(corrected) == "u0"
+    assert corrected.limit == {"seconds": 8.0} and corrected.asked == {"seconds": 10.0}
+    always = plan(policy(budget=Budget(time="14s"), always=("u2",)), FOUR, VALUES, correction=0.1)
+    assert chosen(always) == "u2" and always.limit == {"seconds": FOUR.cost(units(4)[2:3]).seconds}
+
+
+def test_a_budget_below_the_floor_is_refused_at_first_and_planned_for_the_floor_later() -> None:
+    low = policy(budget=Budget(time="4s"))
+    assert "is below the floor of 0.400" in refusal(low, FOUR, VALUES)
+    corrected = plan(low, FOUR, VALUES, correction=1.0)
+    assert chosen(corrected) == "u0"
+    assert corrected.limit == {"seconds": 8.0} and corrected.asked == {"seconds": 4.0}
+
+
+def test_a_correction_is_for_seconds_only() -> None:
+    both = policy(milp(), budget=Budget(time="10s", memory="14000B"))
+    corrected = plan(both, FOUR, VALUES, correction=2.0)
+    assert corrected.limit == {"seconds": 20.0, "bytes": 14_000.0}
+    assert chosen(corrected) == "u3"
+    memory = policy(budget=Budget(memory="4000B"))
+    with pytest.raises(BudgetError, match="floor"):
+        plan(memory, FOUR, VALUES, correction=2.0)
+    assert plan(policy(), FOUR, VALUES, correction=0.1).limit == {}
+
+
+@laws(150)
+@given(st.integers(0, 50), st.floats(0.3, 1.0), st.floats(0.1, 3.0), st.sampled_from(["knapsack", "milp", "greedy"]))
+def test_a_corrected_choice_keeps_what_was_planned_for(seed: int, share: float, correction: float, name: str) -> None:
+    profile, values = branching(seed, 6)
+    picked = plan(policy(SOLVERS[name], budget=Budget(time=share)), profile, values, correction=correction)
+    asked, floor = share * profile.full.seconds, min(profile.cost([unit]).seconds for unit in values)
+    assert picked.asked["seconds"] == pytest.approx(asked)
+    assert picked.limit["seconds"] == pytest.approx(max(asked * correction, floor))
+    assert picked.cost.seconds <= picked.limit["seconds"] * (1 + 1e-8)
+
+
+# ---------------------------------------------------------------- bytes are a peak
+
+
+@laws(200)
+@given(profiles(moments=6), st.lists(st.integers(0, 9), min_size=6, max_size=6), st.floats(0.05, 1.0))
+def test_a_memory_budget_holds_at_every_moment(profile: Profile, values: list[int], share: float) -> None:
+    assume(profile.full.bytes > 0 and profile.full.seconds > 0)
+    for solver, budget in (
+        (knapsack(), Budget(memory=share)),
+        (knapsack(3), Budget(memory=share)),
+        (milp(), Budget(memory=share, time=1.0)),
+    ):
+        try:
+            picked = plan(policy(solver, budget=budget), profile, worth(*values))
+        except BudgetError as error:
+            assert "floor" in str(error)
+            continue
+        assert profile.cost(picked.units).bytes <= share * profile.full.bytes * (1 + 1e-8)
+
+
+def test_what_lives_beneath_the_peak_of_the_forward_pass_is_free() -> None:
+    """u0 is kept when the forward pass is highest, u1 when it is over: a budget of bytes sees the first only."""
+    charges = (
+        Charge("kept", Cost(1.0, 50), ("p0",), live=(0, 2)),
+        Charge("kept", Cost(1.0, 90), ("p1",), live=(1, 2)),
+        Charge("kept", Cost(1.0, 10), ("p2",)),
+    )
+    profile = Profile(charges, Cost(1.0), moments=(100, 0))
+    assert profile.full.bytes == 60
+    assert chosen(plan(policy(budget=Budget(memory="49B")), profile, worth(9, 1, 1))) == "u1 u2"
+    assert chosen(plan(policy(budget=Budget(memory="50B")), profile, worth(9, 1, 1))) == "u0 u1"
+    assert chosen(plan(policy(budget=Budget(memory="9B")), profile, worth(9, 1, 1))) == "u1"
 
 
 # ---------------------------------------------------------------- values that say little

@@ -282,6 +282,119 @@ def test_knapsack_refuses_two_budgets() -> None:
         knapsack()(problem([1], [[1]], [[1], [1]], [0, 0]))
 
 
+# ---------------------------------------------------------------- several moments of one peak
+
+
+def random_peak(seed: int, units: int, moments: int = 6, resources: int = 1) -> Problem:
+    """Bytes that live for a while: each charge at some neighbouring moments. Some moments have less room than others."""
+    rng = np.random.default_rng(seed)
+    graph = random_graph(seed, units)
+    price = np.zeros((moments * resources, len(graph.needed)))
+    for row in range(0, len(price), moments):
+        for j in range(price.shape[1]):
+            start, end = sorted(rng.integers(0, moments + 1, 2))
+            price[row + start : row + end, j] = rng.lognormal(0, 1)
+    price += 1e-3
+    limits = price.sum(axis=1).max() * rng.uniform(0.3, 1.0) + rng.uniform(0, 2, len(price))
+    resource = tuple(f"r{row // moments}" for row in range(len(price)))
+    return replace(graph, price=price, limits=limits, resource=resource)
+
+
+@laws(500)
+@given(problems("graph", least=4, moments=5))
+def test_knapsack_is_the_best_under_a_peak_where_it_enumerates(peak: Problem) -> None:
+    chosen = knapsack()(peak)
+    assert peak.value(chosen) == brute_force(peak)
+    assert keeps(peak, chosen)
+
+
+@laws(400)
+@given(problems("graph", least=4, moments=5), st.sampled_from([1, 2, 7, 100]))
+def test_knapsack_keeps_every_moment_of_a_peak_with_any_bins(peak: Problem, bins: int) -> None:
+    chosen = knapsack(bins)(peak)
+    assert keeps(peak, chosen)
+    assert chosen[peak.always].all()
+    assert peak.value(peak.always) <= peak.value(chosen) <= brute_force(peak)
+
+
+@laws(500)
+@given(problems("graph", least=4, limits=2, moments=4))
+def test_milp_is_the_best_under_several_peaks(peaks: Problem) -> None:
+    chosen = milp()(peaks)
+    assert peaks.value(chosen) == pytest.approx(brute_force(peaks), abs=TIE * 20)
+    assert keeps(peaks, chosen)
+
+
+@laws(150)
+@given(problems("chain", limits=2, moments=4))
+def test_milp_is_the_best_under_several_peaks_on_chains(peaks: Problem) -> None:
+    chosen = milp()(peaks)
+    assert peaks.value(chosen) == pytest.approx(brute_force(peaks), abs=TIE * 20)
+    assert keeps(peaks, chosen)
+
+
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(50), *SOLVERS.values()])
+def test_every_solver_keeps_every_moment(solver: Solver) -> None:
+    for seed in range(10):
+        peak = random_peak(seed, units=16)
+        for share in (0.0, 0.1, 0.4, 0.8, 1.0):
+            given_ = at(peak, *(share * peak.limits))
+            assert keeps(given_, solver(given_))
+
+
+@pytest.mark.parametrize("solver", [knapsack(50), knapsack(), milp()], ids=["coarse", "fine", "milp"])
+@pytest.mark.parametrize("units", [8, 18])
+def test_value_never_falls_when_a_peak_may_be_higher(units: int, solver: Solver) -> None:
+    for seed in range(4):
+        peak, best = random_peak(seed, units, moments=4), 0.0
+        for more in np.linspace(-peak.limits.min(), peak.price.sum(axis=1).max() - peak.limits.min(), 16):
+            given_ = at(peak, *(peak.limits + more))
+            value = given_.value(solver(given_))
+            assert value >= best - TIE * peak.values.max(), (seed, more)
+            best = value
+        assert best == pytest.approx(peak.values.sum())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_table_under_a_peak_is_no_better_than_branch_and_bound(seed: int) -> None:
+    peak = random_peak(seed, units=20)
+    table, exact = peak.value(knapsack()(peak)), peak.value(milp()(peak))
+    assert 0 < table <= exact * (1 + TIE)
+
+
+def test_moments_that_are_equal_are_one_limit() -> None:
+    chain = random_chain(5, units=24)
+    twice = replace(chain, price=np.repeat(chain.price, 3, axis=0), limits=np.repeat(chain.limits, 3), resource=("bytes",) * 3)
+    for solver in (knapsack(), milp()):
+        assert twice.value(solver(twice)) == pytest.approx(chain.value(solver(chain)), rel=1e-3)
+
+
+def test_charges_that_never_meet_may_each_fill_the_limit() -> None:
+    apart = problem([1, 1, 1], np.eye(3), [[5, 0, 1], [0, 5, 1]], [5, 5], resource=["bytes", "bytes"])
+    for solver in (knapsack(), milp(), greedy()):
+        assert names(apart, solver(apart)) == "ab"
+
+
+def test_knapsack_takes_several_moments_of_one_resource_but_not_two_resources() -> None:
+    moments = problem([1], [[1]], [[1], [1]], [0, 0], resource=["bytes", "bytes"])
+    assert moments.is_single and names(moments, knapsack()(moments)) == ""
+    mixed = replace(moments, resource=("seconds", "bytes"))
+    assert not mixed.is_single
+    with pytest.raises(ValueError, match=r"knapsack\(\) keeps one budget at a time; use milp\(\)"):
+        knapsack()(mixed)
+
+
+def test_a_moment_without_room_takes_nothing_that_lives_then() -> None:
+    """More than a dozen units, so that the table decides: what weighs nothing at the full moment is still free."""
+    rows = np.concatenate([np.eye(20), np.eye(20)])
+    price = [[1.0] * 10 + [0.0] * 30, [0.0] * 20 + [1.0] * 20]
+    full = problem([1.0] * 20, rows, price, [0.0, 7.5], resource=["bytes", "bytes"])
+    for solver in (knapsack(), milp(), greedy()):
+        chosen = solver(full)
+        assert keeps(full, chosen)
+        assert chosen[:10].sum() == 0 and chosen[10:].sum() == 7
+
+
 # ---------------------------------------------------------------- the plain solvers
 
 

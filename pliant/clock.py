@@ -1,0 +1,138 @@
+"""Moments on a device and on the wall, and the seconds between them."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+
+class Watch:
+    """Marks moments and tells the seconds between them: this thread's CPU time, the wall, or CUDA events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return self._now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1e3 if self.cuda else end - start
+
+    def time(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        self.settle()
+        start = self.mark()
+        result = work()
+        end = self.mark()
+        self.settle()
+        return self.seconds(start, end), result
+
+    def typical(self, seconds: Sequence[float]) -> float:
+        """One number for several tries: on a CPU the fastest, since what disturbs only adds to it; on CUDA the median."""
+        return median(seconds) if self.cuda else min(seconds)
+
+
+class LaunchWatch(Watch):
+    """Tells how long the CPU is busy with issuing work to a GPU, which may finish it later."""
+
+    def __init__(self) -> None:
+        self.cuda = False
+        self._now = time.perf_counter
+
+
+def device_name(device: torch.device) -> str:
+    """What runs here: the kind of device and its model, as far as the system tells."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return f"{device.type}: {platform.machine()}"
+    try:
+        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines()]
+    except OSError:  # not Linux
+        lines = []
+    told = {key.strip(): value.strip() for key, _, value in lines}
+    model = next((told[key] for key in ("model name", "Model", "CPU part") if told.get(key)), platform.processor())
+    return f"cpu: {platform.machine()} {model}".rstrip()
+
+
+class Pace:
+    """The time of a run by the clock on the wall: all of it, what choosing took, and what passes between steps."""
+
+    _most_correcting = 0.005  # of the whole run so far
+    _in_any_case = 3  # corrections, so that a short run gets right too
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._opened = now()
+        self._before = 0.0  # in sessions that this one goes on from
+        self._first: float | None = None  # when training began
+        self.spent = {"profiling": 0.0, "choosing": 0.0}
+        self._correcting = self._last_correction = 0.0
+        self._corrections = 0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began."""
+        return self._before + self._now() - self._opened
+
+    @contextmanager
+    def not_training(self, kind: Literal["profiling", "choosing"]) -> Iterator[None]:
+        """What runs inside is not training."""
+        start = self.elapsed
+        if self._first is None:
+            self._first = start
+        try:
+            yield
+        finally:
+            self.spent[kind] += self.elapsed - start
+
+    @contextmanager
+    def correcting(self) -> Iterator[None]:
+        """What runs inside is to take little of the run."""
+        start = self.elapsed
+        try:
+            yield
+        finally:
+            self._last_correction = self.elapsed - start
+            self._correcting += self._last_correction
+            self._corrections += 1
+
+    @property
+    def may_correct(self) -> bool:
+        """Whether another correction like the last one stays within what corrections may take."""
+        within = self._correcting + self._last_correction <= self._most_correcting * self.elapsed
+        return within or self._corrections < self._in_any_case
+
+    def aside(self, steps: int, mean_step: float | None) -> float:
+        """Seconds that pass beside a step of `mean_step` seconds, on average."""
+        if self._first is None or not steps or mean_step is None:
+            return 0.0
+        return max((self.elapsed - self._first - sum(self.spent.values())) / steps - mean_step, 0.0)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "elapsed": self.elapsed,
+            "spent": dict(self.spent),
+            "correcting": [self._correcting, self._last_correction, self._corrections],
+            "first": self._first,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._opened, self._before = self._now(), state["elapsed"]
+        self._first, self.spent = state["first"], dict(state["spent"])
+        self._correcting, self._last_correction, self._corrections = state["correcting"]

@@ -1,0 +1,90 @@
+"""Bytes that live: storages, counted once however many tensors look at them, and the peak while something runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def when_freed(tensor: torch.Tensor, then: Callable[[], None]) -> Any:
+    """Call `then` when the memory behind a tensor is freed, for as long as the result is held."""
+    try:
+        return weakref.ref(tensor.untyped_storage(), lambda _: then())
+    except (NotImplementedError, RuntimeError):
+        return weakref.ref(tensor, lambda _: then())
+
+
+def storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """A name for the memory behind a tensor, and its bytes."""
+    try:
+        memory = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and other subclasses have no single storage
+        return id(tensor), tensor.numel() * tensor.element_size()
+    return memory._cdata, memory.nbytes()
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make while it is on, and remembers the peak.
+
+    On the CPU it follows every storage from the operation that makes it until it is freed; scratch memory inside a kernel is
+    not seen. On CUDA it reads the allocator, which sees that too. What an operation finds is not what it makes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device if device.type == "cuda" else None
+        self._refs: dict[int, Any] = {}
+        self._bytes = self._peak = 0
+        self._start = self._allocated()
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device is not None else 0
+
+    @property
+    def bytes(self) -> int:
+        """What lives now, of what was made since the start."""
+        return self._allocated() - self._start if self._device is not None else self._bytes
+
+    @property
+    def peak(self) -> int:
+        """The most that lived at a time since the start or `forget`."""
+        return torch.cuda.max_memory_allocated(self._device) - self._start if self._device is not None else self._peak
+
+    def forget(self) -> None:
+        """Look for a peak anew from here."""
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._peak = self._bytes
+
+    def __enter__(self) -> Live:
+        return super().__enter__() if self._device is None else self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._device is None:
+            super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._see((args, kwargs), made=False)
+        out = func(*args, **(kwargs or {}))
+        self._see(out, made=True)
+        return out
+
+    def _see(self, tree: Any, made: bool) -> None:
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, torch.Tensor):
+                key, size = storage(tensor)
+                if key not in self._refs:
+                    size = size if made else 0
+                    self._refs[key] = when_freed(tensor, partial(self._freed, key, size))
+                    self._bytes += size
+                    self._peak = max(self._peak, self._bytes)
+
+    def _freed(self, key: int, size: int) -> None:
+        if self._refs.pop(key, None) is not None:
+            self._bytes -= size

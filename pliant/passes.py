@@ -1,0 +1,262 @@
+"""Backward passes over one retained graph, each asking for something else: what every node takes, in seconds and in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.autograd.graph import GradientEdge
+
+from pliant.apply import Norms
+from pliant.charges import Sizes, Times
+from pliant.clock import LaunchWatch, Watch
+from pliant.graph import Graph, Loss, compute_loss, walk, wiring
+from pliant.memory import Live
+from pliant.recorder import op_name
+
+_MOST_SLOTS = 3
+_CYCLES_PER_SECOND = 2e9  # of a GPU that is kept waiting while work queues up behind it: about
+_FAR = 2.0
+
+
+@dataclass
+class Passes:
+    """One graph, and the model that makes it again and again. Runs inside `apply.sandbox`."""
+
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    graph: Graph
+    params: Mapping[str, nn.Parameter]
+    norms: Norms
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device = next(iter(self.params.values())).device
+        self.used = [name for name in self.params if name not in self.graph.unused]
+        self.slots = _slots(self.graph)
+        self.watch = Watch(self.device)
+        self._bound: str | None = None  # on CUDA: what a step waits for
+        self._issue_seconds = 0.03
+
+    def _forward(self, chosen: Sequence[str]) -> torch.Tensor:
+        self.norms.hold_(self.params, chosen)
+        return compute_loss(self.model, self.loss, self.batch)
+
+    def _norms_move(self) -> bool:
+        """Whether the mode of some norm hangs on the choice."""
+        modes = []
+        for chosen in ([], list(self.params)):
+            self.norms.hold_(self.params, chosen)
+            modes.append([module.training for module in self.model.modules()])
+        return modes[0] != modes[1]
+
+    # ------------------------------------------------------------ seconds
+
+    def times(self, repeats: int) -> Times:
+        """Seconds of every node and of the forward pass, from `repeats` rounds in which everything takes its turn."""
+        everything, inputs = (_Fastest(len(self.graph.nodes)) for _ in range(2))
+        slots: list[_Fastest | None] = [_Fastest(len(self.graph.nodes)) for _ in self.slots]
+        moves = self._norms_move()
+        forward: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(repeats):
+            value, live, seconds = self._run(self.used)
+            forward[True].append(seconds)
+            everything.see(self._node_seconds(value, live, self.used))
+            for k, slot in enumerate(self.slots) if turn <= repeats // 3 else ():  # fine differences: a rough look will do
+                slots[k] = self._see_slot(slots[k], value, live, slot)
+            if moves:
+                del value, live
+                value, live, seconds = self._run([])
+                forward[False].append(seconds)
+            inputs.see(self._node_seconds(value, live, [], roots=True))
+            del value, live
+        resting = self.watch.typical(forward[not moves])
+        extra = max(self.watch.typical(forward[True]) - resting, 0.0)
+        at_rest = inputs.seconds
+        # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
+        together = everything.seconds if moves else np.maximum(everything.seconds, at_rest)
+        alone = {
+            (i, node.params[k]): max(float(seen.seconds[i] - at_rest[i]), 0.0)
+            for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
+            if seen is not None
+            for i, node in enumerate(self.graph.nodes)
+            if len(node.params) > max(k, 1) and node.params[k] in slot
+        }
+        return Times(together, at_rest, alone, self._norm_shares(extra), resting)
+
+    def _see_slot(
+        self, seen: _Fastest | None, value: torch.Tensor, live: Sequence[Any], slot: Sequence[str]
+    ) -> _Fastest | None:
+        """Some kernels cannot be asked for one parameter's gradient while another is trainable: then it stays unknown."""
+        if seen is not None:
+            try:
+                seen.see(self._node_seconds(value, live, slot, roots=True))
+            except RuntimeError:
+                return None
+        return seen
+
+    def _norm_shares(self, extra: float) -> dict[int, float]:
+        """What each norm with statistics adds to the forward pass when it moves them, by the size of its output."""
+        outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if "BatchNorm" in n.op or ("Norm" in n.op and n.params)}
+        total = sum(outputs.values())
+        return {i: extra * size / total for i, size in outputs.items()} if extra and total else {}
+
+    def _run(self, chosen: Sequence[str]) -> tuple[torch.Tensor, list[Any], float]:
+        self.norms.hold_(self.params, chosen)
+        seconds, value = self.watch.time(lambda: compute_loss(self.model, self.loss, self.batch))
+        live = walk(value)
+        _check_same(self.graph, live, self.params)
+        return value, live, seconds
+
+    def _node_seconds(
+        self, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool = False
+    ) -> NDArray[np.float64]:
+        """Seconds of each node in a backward pass to some parameters (and to where input gradients end); 0 if it does not run.
+
+        On CUDA a node takes what the GPU needs for it or what the CPU needs to issue it, whichever is more. The first is
+        measured behind a queue of work, so that the GPU never waits. One that is far below the other is not measured again.
+        """
+        inputs = [*(_roots(self.graph, live) if roots else ()), *(self.params[name] for name in ask)]
+        if not inputs:
+            return np.zeros(len(live))
+        if not self.watch.cuda:
+            return _marked(value, inputs, live, self.watch)
+        issued = computed = np.zeros(len(live))
+        if self._bound != "gpu":
+            issued = _marked(value, inputs, live, LaunchWatch())
+        if self._bound != "launch":
+            self.watch.settle()
+            torch.cuda._sleep(int(self._issue_seconds * _CYCLES_PER_SECOND))
+            computed = _marked(value, inputs, live, self.watch)
+        if self._bound is None:
+            self._issue_seconds = 1.5 * float(issued.sum()) + 20e-6 * len(live)
+            if issued.sum() > _FAR * computed.sum():
+                self._bound = "launch"
+            elif computed.sum() > _FAR * issued.sum():
+                self._bound = "gpu"
+        return np.maximum(issued, computed)
+
+    # ------------------------------------------------------------ bytes
+
+    def sizes(self) -> Sizes:
+        """Bytes that live while each node runs, beside what is kept and the gradients of parameters."""
+        meter = Live(self.device)
+        meter.forget()
+        with meter, torch.no_grad():
+            self.loss(self.model, self.batch)
+        alone = meter.peak
+        value = self._forward(self.used)
+        live = walk(value)
+        everything = self._node_bytes(value, live, self.used, roots=False)
+        inputs = self._node_bytes(value, live, [], roots=True)
+        return Sizes(inputs, everything, {}, inference=alone, norms_move=self._norms_move())
+
+    def _node_bytes(self, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[int]:
+        inputs = [*(_roots(self.graph, live) if roots else ()), *(self.params[name] for name in ask)]
+        rise, gradients, seen = [0] * len(live), 0, set()
+        if not inputs:
+            return rise
+        meter = Live(self.device)
+
+        def before(i: int) -> None:
+            meter.forget()
+
+        def after(i: int) -> None:
+            nonlocal gradients
+            new = [name for name in self.graph.nodes[i].params if name in ask and name not in seen]
+            seen.update(new)
+            gradients += sum(self.graph.params[name] for name in new)
+            rise[i] = max(meter.peak - gradients, 0)
+
+        with meter:
+            _hooked(value, inputs, live, before, after)
+        return rise
+
+
+class _Fastest:
+    """The least seconds of each node over several passes: whatever disturbs a pass only adds to it."""
+
+    def __init__(self, nodes: int) -> None:
+        self._least = np.full(nodes, np.inf)
+
+    def see(self, seconds: NDArray[np.float64]) -> None:
+        self._least = np.minimum(self._least, seconds)
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        return np.where(np.isfinite(self._least), self._least, 0.0)
+
+
+def _slots(graph: Graph) -> list[list[str]]:
+    """The first, second, … parameters of the nodes that have several, so that a pass can ask for one of each node's.
+
+    A parameter that stands elsewhere at another place (a tied weight) would ask for two: it is left out.
+    """
+    several = [node for node in graph.nodes if len(node.params) > 1]
+    places: dict[str, set[int]] = {}
+    for node in several:
+        for k, param in enumerate(node.params):
+            places.setdefault(param, set()).add(k)
+    slots = [[param for param, at in places.items() if at == {k}] for k in range(_MOST_SLOTS)]
+    return slots[: max((k + 1 for k, slot in enumerate(slots) if slot), default=0)]
+
+
+def _roots(graph: Graph, live: Sequence[Any]) -> list[GradientEdge]:
+    """Where input gradients end: the nodes with nothing but parameters behind them.
+
+    Asking for what flows into them makes every other node compute its input gradient and no parameter's.
+    """
+    ends = {live[i] for i, node in enumerate(graph.nodes) if not node.data and not node.carrier}
+    edges = {(f, k): None for node in live for f, k in node.next_functions if f in ends}
+    return [GradientEdge(node, k) for node, k in edges]
+
+
+def _marked(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any], watch: Watch) -> NDArray[np.float64]:
+    begun: dict[int, Any] = {}
+    ended: dict[int, Any] = {}
+    _hooked(value, inputs, live, lambda i: begun.__setitem__(i, watch.mark()), lambda i: ended.__setitem__(i, watch.mark()))
+    watch.settle()
+    out = np.zeros(len(live))
+    for i, end in ended.items():
+        out[i] = watch.seconds(begun[i], end)
+    return out
+
+
+def _hooked(
+    value: torch.Tensor,
+    inputs: Sequence[Any],
+    live: Sequence[Any],
+    before: Callable[[int], None],
+    after: Callable[[int], None],
+) -> None:
+    """One backward pass to `inputs` with something to do before and after each node; the graph stays."""
+    handles = []
+    for i, node in enumerate(live):
+        handles.append(node.register_prehook(lambda _, i=i: before(i)))
+        handles.append(node.register_hook(lambda *_, i=i: after(i)))
+    try:
+        torch.autograd.grad(value, list(inputs), retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> None:
+    """A norm may be another operation in another mode; all else must be as it was read."""
+    now = [(_plain_op(op_name(node)), inputs) for node, (inputs, _) in zip(live, wiring(live, params), strict=True)]
+    if [(_plain_op(node.op), node.inputs) for node in graph.nodes] != now:
+        raise ValueError(
+            f"the model's backward graph changes from run to run ({len(graph.nodes)} nodes, then {len(live)}): seconds per "
+            f"node would mean nothing. Use dataclasses.replace(policy, cost=measure.counted), or make "
+            f"the forward pass repeat for the same batch and seed."
+        )
+
+
+def _plain_op(op: str) -> str:
+    return "BatchNorm" if "BatchNorm" in op else op

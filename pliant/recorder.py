@@ -1,0 +1,252 @@
+"""What a forward pass tells while it runs: its operations, the modules they ran in, what autograd keeps, what lives when."""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pliant import batches
+from pliant.memory import storage, when_freed
+
+# Backward operations that hand a weight's gradient on without being its layer: transposes, casts, views, slices.
+# fmt: off
+CARRIERS = frozenset((
+    "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "ToCopy", "Slice", "Select", "Unsqueeze",
+    "Squeeze", "Alias", "Clone", "Split", "SplitWithSizes", "Unbind", "AsStrided", "Repeat",
+))
+# fmt: on
+
+# Products keep each factor for the gradient of the other: the inputs in whose favour they keep, in the order of keeping.
+KEPT_FOR = {"Mm": (0, 1), "Bmm": (0, 1), "Mul": (0, 1), "Addmm": (2, 1), "Baddbmm": (2, 1)}
+
+
+def op_name(node: Any) -> str:
+    """An autograd node's name without namespace, 'Backward' and version: 'ConvolutionBackward0' → 'Convolution'."""
+    name: str = node.name().rpartition("::")[2].rstrip("0123456789")
+    return name.removesuffix("Backward")
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """One ATen operation: its name as autograd would write it (an in-place one ends in _), and its work."""
+
+    name: str
+    macs: int
+    outputs: int
+    made: int
+    moved: int
+
+
+@dataclass
+class _Life:
+    """When a storage lives, in operations of the forward pass: made by `since`, last seen by `seen`, freed before `until`."""
+
+    size: int
+    since: int
+    seen: int
+    until: int | None = None
+    ref: Any = None
+
+
+class Recorder:
+    """What a forward pass tells while it runs: operations and saved tensors by autograd sequence number, and modules."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        self.model = model
+        self.ran: dict[int, list[_Ran]] = {}
+        self.saved: dict[int, list[tuple[int, int]]] = {}
+        self._events: list[tuple[int, str]] = [(0, "")]
+        self._stack: list[str] = [""]
+        self._alive: list[torch.Tensor] = []  # a saved storage must not be freed and its address used again
+        standing = [*model.parameters(), *model.buffers(), *batches.tensors(batch)]
+        self._standing = {storage(tensor)[0] for tensor in standing}
+        self.recomputing: set[int] = set()  # the last number of each checkpoint: backward begins there
+        self._regions: list[tuple[int, int, int]] = []  # checkpoints: (first number, storage, bytes) of what they keep
+        self._lives: list[_Life] = []
+        self._now: dict[int, _Life] = {}  # by the name of a storage that lives now
+        self.tick = 0  # operations so far
+
+    def __enter__(self) -> Recorder:
+        self._handles: list[Any] = []
+        for name, module in self.model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
+            self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._mode = _Counter(self)
+        self._hooks.__enter__()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        self._hooks.__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+        self._alive.clear()
+        for life in self._lives:
+            life.ref = None
+
+    def _enter(self, name: str) -> None:
+        self._stack.append(name)
+        self._events.append((_sequence(), name))
+
+    def _leave(self) -> None:
+        self._stack.pop()
+        self._events.append((_sequence(), self._stack[-1]))
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key, size = storage(tensor)
+        size = 0 if key in self._standing else size
+        if _is_checkpoints_own():
+            self._regions.append((_sequence(), key, size))
+        else:
+            self.saved.setdefault(_sequence() - 1, []).append((key, size))
+        kept = tensor.detach()  # detached: an output that its own node keeps would be a cycle
+        self._alive.append(kept)
+        return kept
+
+    def saw(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The current operation reads or makes these."""
+        for tensor in tensors:
+            key, size = storage(tensor)
+            if key in self._standing:
+                continue
+            life = self._now.get(key)
+            if life is None:
+                life = self._now[key] = _Life(size, self.tick, self.tick)
+                self._lives.append(life)
+                life.ref = when_freed(tensor, partial(self._freed, key, life))
+            life.seen = self.tick
+
+    def _freed(self, key: int, life: _Life) -> None:
+        life.until = self.tick
+        if self._now.get(key) is life:
+            del self._now[key]
+
+    def lives(self) -> tuple[tuple[int, ...], dict[int, int]]:
+        """`Graph.inference` and `Graph.gone`: call it while everything that is kept still lives."""
+        change = np.zeros(self.tick + 2, np.int64)
+        for life in self._lives:
+            change[life.since] += life.size
+            change[min(life.until if life.until is not None else life.seen + 1, self.tick + 1)] -= life.size
+        return tuple(np.cumsum(change)[: max(self.tick, 1)].tolist()), {key: life.seen + 1 for key, life in self._now.items()}
+
+    def settle(self, live: Sequence[Any]) -> None:
+        """Give every node what it keeps.
+
+        An in-place operation that keeps its input copies it first, under the next number. What a checkpoint keeps (its inputs)
+        stays as long as any node of its region does: those that follow and keep nothing themselves.
+        """
+        ops = {node._sequence_nr(): op_name(node).lower() for node in live}
+        for sequence, ran in list(self.ran.items()):
+            if sequence not in ops and any(one.name == f"{ops.get(sequence - 1)}_" for one in ran):
+                self.ran.setdefault(sequence - 1, []).extend(ran)
+                self.saved.setdefault(sequence - 1, []).extend(self.saved.pop(sequence, []))
+        weights = {node._sequence_nr() for node in live if _hands_on_a_parameter(node)}
+        visible = sorted(sequence for sequence in ops if self.saved.get(sequence))
+        starts = sorted({start for start, _, _ in self._regions})
+        for start, key, size in self._regions:
+            later = bisect.bisect_right(starts, start)
+            end = min(starts[later : later + 1] + visible[bisect.bisect_left(visible, start) :][:1], default=start)
+            inside = [n for n in ops if start <= n < end and n not in weights]
+            for sequence in inside:
+                self.saved.setdefault(sequence, []).append((key, size))
+            self.recomputing.update([max(n for n in inside if ops[n] != "add")] if any(ops[n] != "add" for n in inside) else [])
+
+    def work(self, node: Any) -> tuple[int, int, int, int]:
+        """MACs, output elements and bytes, and bytes moved of a node's forward.
+
+        Operations that made no node (on frozen parts, on counters) ran under the number of the node before them, so the
+        operation must bear the node's name; a custom function's own operations all count.
+        """
+        ran = self.ran.get(node._sequence_nr(), [])
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            largest = max(ran, key=lambda r: r.outputs, default=_Ran("", 0, 0, 0, 0))
+            return sum(r.macs for r in ran), largest.outputs, largest.made, sum(r.moved for r in ran)
+        op = op_name(node).lower()
+        mine = [r for r in ran if r.name.rstrip("_") == op]
+        if mine:
+            return mine[0].macs, mine[0].outputs, mine[0].made, mine[0].moved
+        return (0, ran[0].outputs, ran[0].made, ran[0].moved) if ran else (0, 0, 0, 0)
+
+    def saves(self, node: Any, inputs: Sequence[Any]) -> tuple[tuple[int, int, int | None], ...]:
+        """What a node keeps that would not be there anyway, each with the input for whose gradient it is kept."""
+        found = self.saved.get(node._sequence_nr(), [])
+        favoured = [i for i in KEPT_FOR.get(op_name(node), ()) if node.next_functions[i][0] is not None]
+        known = len(favoured) == len(found)
+        return tuple((key, size, favoured[k] if known else None) for k, (key, size) in enumerate(found) if size)
+
+    def module(self, sequence: int) -> str:
+        at = bisect.bisect_right(self._events, sequence, key=lambda event: event[0]) - 1
+        return self._events[at][1]
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        touched = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        first = out[0] if isinstance(out, (tuple, list)) and out else out
+        if isinstance(first, torch.Tensor):
+            name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
+            plain = name.strip("_").replace("_", "") + "_" * name.endswith("_")
+            moved = sum(t.numel() * t.element_size() for t in touched)
+            made = first.numel() * first.element_size()
+            ran = _Ran(plain, forward_macs(name, args, first), first.numel(), made, moved)
+            self.recorder.ran.setdefault(_sequence() - 1, []).append(ran)
+        self.recorder.saw(touched)
+        self.recorder.tick += 1
+        return out
+
+
+def forward_macs(name: str, args: Sequence[Any], out: torch.Tensor) -> int:
+    """Multiply-accumulates of one ATen operation; 0 for whatever does not multiply matrices."""
+    if name in ("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"):
+        transposed = name in ("convolution", "_convolution") and args[6]
+        return int((args[0] if transposed else out).numel() * args[1][0].numel())
+    if name in ("mm", "bmm"):
+        return int(args[0].numel() * args[1].shape[-1])
+    if name in ("addmm", "baddbmm"):
+        return int(args[1].numel() * args[2].shape[-1])
+    if name == "linear":
+        return int(args[0].numel() * args[1].shape[0])
+    if name.startswith("_scaled_dot_product"):
+        query, key, value = args[:3]
+        return int(query.numel() * key.shape[-2] + query.numel() // query.shape[-1] * key.shape[-2] * value.shape[-1])
+    return 0
+
+
+def _is_checkpoints_own() -> bool:
+    """Whether a checkpoint is saving its inputs: that alone calls from its own file, two or three frames up."""
+    frame: Any = sys._getframe(2)
+    for _ in range(3):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _hands_on_a_parameter(node: Any) -> bool:
+    """Whether a node is a view of a parameter, which belongs to whoever uses it later."""
+    return op_name(node) in CARRIERS and all(hasattr(following, "variable") for following, _ in node.next_functions)
+
+
+def _sequence() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined,no-any-return]

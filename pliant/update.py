@@ -1,0 +1,48 @@
+"""What follows a loss: the scaled backward pass, clipping, and the optimizer's step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Update:
+    """How a loss becomes a step: gradients clipped to the norm `clip`, scaled by `scaler`, the mean of `accumulate` batches."""
+
+    clip: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate}: at least one batch goes into an optimizer step.")
+
+    def backward(self, value: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None) -> None:
+        """Gradients of one batch's share of the loss, onto the parameters; with `inputs`, onto these alone."""
+        if self.accumulate > 1:
+            value = value / self.accumulate
+        if self.scaler is not None:
+            value = self.scaler.scale(value)
+        torch.autograd.backward(value, inputs=inputs)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip and step."""
+        if self.clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(optimizer)
+            grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            nn.utils.clip_grad_norm_(grads, self.clip)
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+
+    def apart(self) -> Update:
+        """The same with a scaler of its own, to try steps that nobody is to notice."""
+        return replace(self, scaler=copy.deepcopy(self.scaler))

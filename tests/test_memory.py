@@ -1,0 +1,217 @@
+"""Bytes that live are counted once, from the operation that makes them until they are freed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pliant.memory import Live, storage, when_freed
+
+CPU = torch.device("cpu")
+KB = 256 * 4  # what 256 numbers take
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """Memory must not wait for a collector."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def numbers() -> torch.Tensor:
+    return torch.ones(256)
+
+
+# ---------------------------------------------------------------- storages
+
+
+def test_views_share_one_storage_and_its_whole_size() -> None:
+    x = numbers()
+    assert storage(x) == storage(x[3:5]) == storage(x.view(16, 16).t()) == storage(x.detach())
+    assert storage(x)[1] == KB
+    assert storage(x)[0] != storage(x.clone())[0]
+
+
+def test_an_expanded_tensor_is_as_large_as_its_memory() -> None:
+    assert storage(torch.ones(1).expand(1000))[1] == 4
+
+
+def test_a_tensor_without_one_storage_is_as_large_as_its_numbers() -> None:
+    sparse = torch.eye(8).to_sparse()
+    assert storage(sparse) == (id(sparse), 8 * 8 * 4)
+
+
+def test_what_follows_when_memory_is_freed_waits_for_the_last_view() -> None:
+    x, freed = numbers(), []
+    watched = when_freed(x, lambda: freed.append("now"))
+    view = x[:2]
+    del x
+    assert not freed
+    del view
+    assert freed == ["now"]
+    del watched
+
+
+def test_nothing_follows_once_nobody_waits() -> None:
+    x, freed = numbers(), []
+    watched = when_freed(x, lambda: freed.append("now"))
+    del watched
+    del x
+    assert not freed
+
+
+def test_a_tensor_without_one_storage_is_watched_itself() -> None:
+    sparse, freed = torch.eye(3).to_sparse(), []
+    watched = when_freed(sparse, lambda: freed.append("now"))
+    del sparse
+    assert freed == ["now"] and watched() is None
+
+
+# ---------------------------------------------------------------- what lives
+
+
+def test_what_is_made_counts_and_leaves_when_it_is_freed() -> None:
+    x = numbers()
+    with Live(CPU) as live:
+        assert live.bytes == 0
+        y = x + 1
+        assert live.bytes == KB
+        z = y + 1
+        assert live.bytes == 2 * KB
+        del y
+        assert live.bytes == KB
+        del z
+        assert live.bytes == 0
+    assert live.peak == 2 * KB
+
+
+def test_what_was_there_before_does_not_count() -> None:
+    x = numbers()
+    with Live(CPU) as live:
+        x.view(16, 16).t()
+        x.add_(1)
+        x[3:5].mul_(2)
+    assert (live.bytes, live.peak) == (0, 0)
+    del x
+    assert live.bytes == 0, "nor when it goes"
+
+
+def test_views_and_in_place_operations_add_nothing() -> None:
+    with Live(CPU) as live:
+        y = numbers()
+        assert live.bytes == KB
+        view = y.view(16, 16)[2:].t()
+        y.add_(1)
+        view.mul_(2)
+        assert (live.bytes, live.peak) == (KB, KB)
+        del y
+        assert live.bytes == KB, "a view holds all of it"
+        del view
+        assert live.bytes == 0
+
+
+def test_an_operation_with_several_results_counts_each() -> None:
+    with Live(CPU) as live:
+        values, places = torch.rand(256).sort()
+    assert live.bytes == storage(values)[1] + storage(places)[1] == KB + 2 * KB
+
+
+def test_the_peak_is_looked_for_anew_after_forgetting() -> None:
+    with Live(CPU) as live:
+        x = numbers()
+        torch.cat([x, x, x])
+        assert (live.bytes, live.peak) == (KB, 4 * KB)
+        live.forget()
+        assert live.peak == KB, "what still lives"
+        x + 1
+        assert live.peak == 2 * KB
+
+
+def test_memory_that_is_used_again_counts_again() -> None:
+    with Live(CPU) as live:
+        for _ in range(20):
+            numbers()
+            assert live.bytes == 0
+        kept = [numbers() for _ in range(3)]
+    assert live.peak == live.bytes == len(kept) * KB
+
+
+def test_what_is_freed_after_the_end_is_still_noticed() -> None:
+    with Live(CPU) as live:
+        y = numbers()
+    assert live.bytes == KB
+    del y
+    assert live.bytes == 0
+
+
+def test_what_runs_outside_is_not_seen() -> None:
+    live = Live(CPU)
+    before = numbers()
+    with live:
+        made = before * 2
+    after = made * 2
+    assert live.bytes == KB and after.numel() == 256
+
+
+def test_two_may_watch_at_once_and_each_sees_what_is_made_while_it_looks() -> None:
+    with Live(CPU) as outer:
+        x = numbers()
+        with Live(CPU) as inner:
+            y = x + 1
+            del y
+            z = x + 2
+        assert (inner.bytes, inner.peak) == (KB, KB)
+    assert (outer.bytes, outer.peak) == (2 * KB, 2 * KB)
+    del x, z
+    assert (inner.bytes, outer.bytes) == (0, 0)
+
+
+def test_an_error_inside_ends_the_watching() -> None:
+    live = Live(CPU)
+    with pytest.raises(RuntimeError, match="must match"), live:
+        numbers() + torch.ones(3)
+    numbers() + 1
+    assert live.bytes == 0
+
+
+# ---------------------------------------------------------------- with autograd
+
+
+def test_what_autograd_keeps_lives_as_long_as_its_graph() -> None:
+    weight = numbers().requires_grad_()
+    with Live(CPU) as live:
+        value = (weight * 2).exp().sum()  # exp keeps its result
+        assert live.bytes == KB + 4
+        value.backward()
+        assert live.bytes == KB + 4, "the gradient came, what was kept went"
+        weight.grad = None
+        assert live.bytes == 4
+        del value
+    assert live.bytes == 0
+    assert live.peak == 2 * KB + 8, "what is kept and its gradient; the loss and its own"
+
+
+def test_a_graph_that_is_dropped_frees_all_that_it_kept() -> None:
+    weight = numbers().requires_grad_()
+    with Live(CPU) as live:
+        value = weight
+        for _ in range(5):
+            value = value.exp()
+        assert live.bytes == 5 * KB
+        del value
+        assert live.bytes == 0
+
+
+def test_without_gradients_only_the_last_result_lives() -> None:
+    weight = numbers().requires_grad_()
+    with Live(CPU) as live, torch.no_grad():
+        value = weight
+        for _ in range(5):
+            value = value.exp()
+        assert live.bytes == KB and value.numel() == 256
+    assert live.peak == 2 * KB
