@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from pliant import measure, recipes, schedule, score, solve, units
+from pliant import energy, measure, recipes, roofline, schedule, score, solve, units
 from pliant.policy import Policy, plan
 from pliant.session import Session
 from pliant.types import (
@@ -17,6 +17,7 @@ from pliant.types import (
     Progress,
     Selection,
     Unit,
+    within,
 )
 
 __all__ = [
@@ -33,11 +34,14 @@ __all__ = [
     "Selection",
     "Session",
     "Unit",
+    "energy",
     "measure",
     "plan",
     "recipes",
+    "roofline",
     "schedule",
     "score",
     "solve",
     "units",
+    "within",
 ]

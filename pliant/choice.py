@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from pliant.apply import sandbox
+from pliant.apply import NormRule, sandbox
 from pliant.drift import Drift, blend, mean
+from pliant.feedback import Feedback, Round
 from pliant.graph import Loss, read
 from pliant.measure import origin
 from pliant.policy import Policy, plan
 from pliant.types import RESOURCES, Budget, ProbeError, Profile, Progress, Selection, Unit
+from pliant.update import Update
 
 Probe = Callable[[int], dict[Unit, float]]
 
@@ -22,13 +24,15 @@ Probe = Callable[[int], dict[Unit, float]]
 class Choice:
     """What can be chosen, what it costs, what it is worth, what is chosen now, and when that was decided."""
 
-    def __init__(self, policy: Policy, profile: Profile | None, check: bool) -> None:
-        """`check` holds a profile that was given against the conditions of the first batch."""
+    def __init__(self, policy: Policy, profile: Profile | None, check: bool, correct: bool = True) -> None:
+        """`check` holds a profile that was given against the conditions of the first batch; `correct` closes the loop."""
         self.policy = policy
+        self.correct = correct
         self.profile = profile
         self.units: tuple[Unit, ...] = ()
         self.selection: Selection | None = None
         self.drift = Drift()
+        self.feedback = Feedback()
         self._check = check and profile is not None
         self._values: dict[Unit, float] = {}
         self._settled: dict[Unit, float] = {}  # the values of the last re-selection that had all its probes
@@ -36,12 +40,14 @@ class Choice:
         self._last = Progress()
         self._collected: list[dict[Unit, float]] | None = None  # probes of a re-selection that is under way
 
-    def look(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any) -> None:
+    def look(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, update: Update, norm: NormRule
+    ) -> None:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
         if self.profile is None:
-            self.profile = self.policy.cost(model, optimizer, loss, batch)
+            self.profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm)
         elif self._check:
-            self.profile.check_origin(origin(model, batch))
+            self.profile.check_origin(origin(model, batch, update, norm))
         with sandbox(model):
             graph = read(model, loss, batch)
         self.units = self.policy.units(graph)
@@ -57,7 +63,7 @@ class Choice:
         if self.selection is None or (self._collected is None and self.policy.when.due(now, self._last, self.drift.amount)):
             self._collected = []
         if self._collected is None:
-            return self._plan(now) if self._budget_moved(now) else None
+            return None
         try:
             self._collected.append(probe(self._next_round))
         except ProbeError:
@@ -69,11 +75,64 @@ class Choice:
         self._values = blend(self._settled, mean(self._collected), self.policy.signal.smooth)
         if complete:
             self._collected, self._settled = None, self._values
-        return self._plan(now)
+        return self._plan(replace(now, round=self._next_round))
+
+    def is_due(self, now: Progress) -> bool:
+        """Whether `next` has something to do."""
+        under_way = self._pending is not None or self._collected is not None or self.selection is None
+        return under_way or self.policy.when.due(now, self._last, self.drift.amount)
+
+    def is_off(self, now: Progress, correct: bool) -> bool:
+        """Whether the budget moved or, with `correct`, steps do not take what was asked."""
+        if self.selection is None or self._pending is not None or self._collected is not None:
+            return False
+        asked = self.asked_seconds(now) if correct else None
+        return self._budget_moved(now) or (asked is not None and self.feedback.is_off(asked))
+
+    def again(self, now: Progress) -> Selection | None:
+        """Plan the same round anew; None where that changes nothing."""
+        if self.selection is None:
+            return None
+        selection = self._plan(replace(now, round=self.selection.round))
+        if selection.units != self.selection.units:
+            return selection
+        self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
+        return None
+
+    def asked_seconds(self, now: Progress) -> float | None:
+        """The time limit of a step as it is now."""
+        if self.profile is None or self.policy.budget.time is None:
+            return None
+        return self.policy.budget.limits(self.profile.full, now).get("seconds")
+
+    def measured(self, seconds: Sequence[float], now: Progress) -> None:
+        """Steps of the selection in force took so long."""
+        self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(self.policy.budget.time))
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """Why steps cannot come nearer to what was asked, if they cannot."""
+        if self.selection is None or "seconds" not in self.selection.asked or self.feedback.recent is None:
+            return None
+        asked, recent = self.selection.asked["seconds"], self.feedback.recent
+        if not self.feedback.is_off(asked):
+            return None
+        limit = self.selection.limit["seconds"]
+        if recent > asked and limit != asked and limit <= self.selection.cost.seconds * (1 + 1e-9):
+            return "the cheapest step there is takes more"
+        if recent < asked and len(self.selection.units) >= sum(value > 0 for value in self.selection.values.values()):
+            return "everything that is worth training is chosen"
+        return None
 
     def take(self, selection: Selection, now: Progress) -> None:
         """This selection is in force from now on."""
-        self.selection, self._last, self._pending, self.drift = selection, now, None, Drift()
+        if self.selection is not None and selection.round == self.selection.round:  # the same round, corrected
+            self.drift.follow_only(unit.name for unit in selection.units)
+        else:
+            self._last, self.drift = now, Drift()
+        self.selection, self._pending = selection, None
+        asked, predicted, full = selection.asked.get("seconds"), selection.cost.seconds, selection.full.seconds
+        self.feedback.begin(Round(selection.round, selection.step, asked, predicted, full))
 
     def ask_again(self) -> None:
         """Probe with the next batch, whatever the schedule says."""
@@ -84,8 +143,12 @@ class Choice:
         """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays."""
         policy = replace(self.policy, budget=budget)
         if self.selection is not None and self.profile is not None:
-            self._pending = plan(policy, self.profile, self._values, replace(now, round=self._next_round))
+            then = replace(now, round=self._next_round)
+            self._pending = plan(policy, self.profile, self._values, then)
+            if self.correct and budget.time is not None:
+                self._pending = plan(policy, self.profile, self._values, then, 1 / self.feedback.ratio)
         self.policy = policy
+        self.feedback.forget()
 
     @property
     def _next_round(self) -> int:
@@ -94,16 +157,20 @@ class Choice:
     def _plan(self, now: Progress) -> Selection:
         if self.profile is None:
             raise RuntimeError("nothing is measured yet: look() comes first.")
-        return plan(self.policy, self.profile, self._values, replace(now, round=self._next_round))
+        correction = None  # at the start, a budget that cannot be kept is an error
+        if self.feedback.rounds:
+            asked = self.asked_seconds(now)
+            correction = self.feedback.correction(asked) if asked is not None and self.correct else 1.0
+        return plan(self.policy, self.profile, self._values, now, correction)
 
     def _budget_moved(self, now: Progress) -> bool:
         """Whether a budget that moves with progress has moved away from the one that was planned for."""
         budget = self.policy.budget
         if self.selection is None or self.profile is None or not any(callable(getattr(budget, k)) for k in RESOURCES):
             return False
-        planned = self.selection.limit
+        planned = self.selection.asked
         limits = budget.limits(self.profile.full, now)
-        return any(abs(amount - planned[name]) > 0.05 * planned[name] for name, amount in limits.items())
+        return any(abs(amount - planned.get(name, 0.0)) > 0.05 * planned.get(name, 0.0) for name, amount in limits.items())
 
     # ------------------------------------------------------------ save and resume
 
@@ -121,6 +188,7 @@ class Choice:
             "settled": {unit.name: value for unit, value in self._settled.items()},
             "collected": None if self._collected is None else [{u.name: v for u, v in c.items()} for c in self._collected],
             "drift": self.drift.state(),
+            "feedback": self.feedback.state(),
             "budget": None if any(callable(amount) for amount in budget.values()) else budget,
             "seed": self.policy.seed,
         }
@@ -138,6 +206,7 @@ class Choice:
         collected = state["collected"]
         self._collected = None if collected is None else [{by_name[n]: v for n, v in c.items()} for c in collected]
         self.drift = Drift.of(state["drift"])
+        self.feedback = Feedback.of(state["feedback"])
         self.policy = replace(self.policy, seed=state["seed"])
         if state["budget"] is not None:
             self.policy = replace(self.policy, budget=Budget(**state["budget"]))

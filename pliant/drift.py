@@ -28,11 +28,19 @@ class Drift:
         if not values or not all(math.isfinite(v) for v in values.values()):
             return
         self.count += 1
+        if self.then:  # a unit that joins later cannot have turned
+            values = {n: v for n, v in values.items() if n in self.then}
         if self.count <= self.settle:
             self.then = {n: self.then.get(n, 0.0) + v / self.settle for n, v in values.items()}
             self.now = dict(self.then)
         else:
             self.now = {n: self.keep * self.now.get(n, 0.0) + (1 - self.keep) * v for n, v in values.items()}
+
+    def follow_only(self, names: Iterable[str]) -> None:
+        """Some of the units are no longer chosen, or others are too: go on with those that were there and still are."""
+        staying = set(names)
+        self.then = {n: v for n, v in self.then.items() if n in staying}
+        self.now = {n: v for n, v in self.now.items() if n in staying}
 
     @property
     def amount(self) -> float | None:

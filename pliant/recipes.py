@@ -13,8 +13,9 @@
 from __future__ import annotations
 
 from pliant import schedule, score, solve, units
-from pliant.measure import counted, timed
+from pliant.measure import counted, modelled, timed
 from pliant.policy import Policy
+from pliant.roofline import Peaks
 from pliant.schedule import Schedule
 from pliant.types import Budget, Limit
 
@@ -28,7 +29,7 @@ def pliant(
         score.update_gain(cross=True, batches=2, smooth=0.5),
         timed,
         solve.milp(gap=1e-4),
-        when or schedule.on_drift(0.3, at_least=50, at_most=500),
+        when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
         Budget(time=time, memory=memory, macs=macs),
         seed=seed,
         name="pliant",
@@ -42,11 +43,16 @@ def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: in
     return Policy(units.tensors(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_trainer")
 
 
-def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
-    """Whole layers, priced as a whole by what they take on this device. IEEE Access 2025, 10.1109/ACCESS.2025.3591772."""
+def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Peaks | None = None, seed: int = 0) -> Policy:
+    """Whole layers, priced as a whole by what they take on this device. IEEE Access 2025, 10.1109/ACCESS.2025.3591772.
+
+    Measured seconds hold what low arithmetic intensity costs. With `peaks`, layers are priced for a device that is not at hand:
+    by arithmetic where their intensity lies above its ridge, by bandwidth below.
+    """
     gain = score.update_gain(cross=False)
     when = when or schedule.every(epochs=3)
-    return Policy(units.layers(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_layers")
+    cost = timed if peaks is None else modelled(peaks)
+    return Policy(units.layers(), gain, cost, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_layers")
 
 
 def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:

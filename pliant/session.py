@@ -17,15 +17,18 @@ from torch import nn
 from pliant import __version__, batches, checkpoint, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
 from pliant.choice import Choice
+from pliant.clock import Pace, Watch
 from pliant.drift import Drift
 from pliant.engine import Work, pick
+from pliant.feedback import Feedback, Round
 from pliant.graph import Loss, compute_loss, trainable
-from pliant.measure import Watch
 from pliant.policy import Policy
 from pliant.runlog import RunLog
 from pliant.types import Budget, ProbeError, Profile, Progress, Selection, Unit, write_aside
 from pliant.undo import Undo
+from pliant.update import Update
 
+_LOOK_EVERY = 10  # steps between two looks of the closed loop at what steps take
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
 
 
@@ -69,17 +72,20 @@ class Session:
         profile: Profile | str | os.PathLike[str] | None = None,
         allow_mismatch: bool = False,
         undo: bool = True,
+        correct: bool = True,
     ) -> None:
-        """`profile` is a saved measurement to use instead of measuring; `undo` keeps what `delta` and `rollback` need."""
+        """`profile` is a saved measurement to use instead of measuring; `undo` keeps what `delta` and `rollback` need.
+
+        `correct` plans again within a round where measured steps miss the time that was asked. What is chosen then hangs
+        on measured times; without it, on the profile and the seed alone.
+        """
         if not isinstance(policy, Policy):
             raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
-        if accumulate < 1:
-            raise ValueError(f"accumulate={accumulate}: at least one batch goes into an optimizer step.")
         if cache is not None:
             raise ValueError("cache=… needs the prefix engine, which is not there yet: leave it None.")
         self.model, self.loss = model, loss
         self.engine, self._run = pick(engine)
-        self.clip, self.scaler, self.accumulate = clip, scaler, accumulate
+        self.update = Update(clip, scaler, accumulate)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
         earlier = _OPEN[model]() if model in _OPEN else None
         if earlier is not None:
@@ -99,10 +105,13 @@ class Session:
         self._undo = Undo(model, optimizer) if undo else None
         self._watch = Watch(next(iter(self._params.values())).device)
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
-        self._choice = Choice(policy, known, check=not allow_mismatch)
+        self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct)
         self._step = self._micro = 0
         self._log = RunLog(log)
         self._seconds: deque[tuple[Any, Any]] = deque(maxlen=100)
+        self._unseen: list[tuple[Any, Any] | float] = []  # steps that the closed loop has not looked at yet
+        self._pace = Pace()
+        self._told = ""  # the last reason why a budget is out of reach
         self._closed = False
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
         _OPEN[model] = ref(self)
@@ -136,7 +145,8 @@ class Session:
     @property
     def progress(self) -> Progress:
         """Where the run stands."""
-        return Progress(self._step, self._round, self.steps_per_epoch, self.total_steps)
+        elapsed, aside = self._pace.elapsed, self._pace.aside(self._step, self._choice.feedback.mean)
+        return Progress(self._step, self._round, self.steps_per_epoch, self.total_steps, elapsed, aside)
 
     @property
     def _round(self) -> int:
@@ -147,6 +157,18 @@ class Session:
         """The median of this round's last hundred steps, by this device's clock; None before its first step."""
         taken = sorted(self._elapsed(span) for span in self._seconds)
         return taken[len(taken) // 2] if taken else None
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """What was asked, predicted and measured, for every selection of the run."""
+        so_far = Feedback.of(self._choice.feedback.state())
+        so_far.see(self._unseen_seconds(), self._choice.asked_seconds(self.progress))
+        return tuple(so_far.rounds)
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds by the clock on the wall since the session began: in all, and what profiling and choosing took of it."""
+        return {"all": self._pace.elapsed, **self._pace.spent}
 
     @property
     def budget(self) -> Budget:
@@ -161,6 +183,8 @@ class Session:
         self._check_open()
         if not isinstance(budget, Budget):
             raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
+        self._look_at_steps()  # they ran under the old one
+        self._told = ""
         self._choice.change_budget(budget, self.progress)
 
     @property
@@ -194,10 +218,10 @@ class Session:
             self._norms.hold_(self._params, self.selection.params)
         self._ours = True
         try:
-            value = self._run(Work(self.model, self._checked_loss, batch, self._backward))
-            self._micro = (self._micro + 1) % self.accumulate
+            value = self._run(Work(self.model, self._checked_loss, batch, self.update.backward))
+            self._micro = (self._micro + 1) % self.update.accumulate
             if self._micro == 0:
-                self._optimizer_step()
+                self.update.step(self._optimizer)
                 self._count_step(value)
         except BaseException:
             if self._micro == 0:
@@ -217,9 +241,16 @@ class Session:
         batches.check_not_empty(batch)
         try:
             if not self.units:
-                self._choice.look(self.model, self._optimizer, self.loss, batch)
+                with self._pace.not_training("profiling"):
+                    self._choice.look(self.model, self._optimizer, self.loss, batch, self.update, self._norms.rule)
                 self._log_start()
-            self._choose(batch)
+            due, looked = self._choice.is_due(self.progress), len(self._unseen) >= _LOOK_EVERY
+            if looked or (due and len(self._unseen) >= _LOOK_EVERY // 2):
+                self._look_at_steps()
+            if due:
+                self._watch.settle()  # to wait for steps that still run is not choosing
+            with self._pace.not_training("choosing"):
+                self._choose(batch, looked)
         except BaseException:
             if self._choice.selection is None:  # the probe held norms for a choice that did not come about
                 self._norms.release_()
@@ -238,48 +269,31 @@ class Session:
         Returns the mean loss of each epoch that it ran.
         """
         if self.steps_per_epoch is None:
-            self.steps_per_epoch = len(loader) // self.accumulate
+            self.steps_per_epoch = len(loader) // self.update.accumulate
             if not self.steps_per_epoch:
                 raise ValueError(
-                    f"the loader has {len(loader)} batches, and accumulate={self.accumulate} takes more for one step."
+                    f"the loader has {len(loader)} batches, and accumulate={self.update.accumulate} takes more for one step."
                 )
         if self.total_steps is None:
             self.total_steps = epochs * self.steps_per_epoch
         means = []
         for epoch in range(self._step // self.steps_per_epoch, epochs):
-            done = (self._step - epoch * self.steps_per_epoch) * self.accumulate
+            done = (self._step - epoch * self.steps_per_epoch) * self.update.accumulate
             losses = []
-            for batch in islice(loader, done, self.steps_per_epoch * self.accumulate):
+            for batch in islice(loader, done, self.steps_per_epoch * self.update.accumulate):
                 losses.append(self.step(batch))
                 if on_step is not None:
                     on_step(self.progress, losses[-1])
             if self._step < (epoch + 1) * self.steps_per_epoch:
                 raise ValueError(
                     f"the loader ended after {done + len(losses)} batches, but steps_per_epoch={self.steps_per_epoch} with "
-                    f"accumulate={self.accumulate} needs {self.steps_per_epoch * self.accumulate}."
+                    f"accumulate={self.update.accumulate} needs {self.steps_per_epoch * self.update.accumulate}."
                 )
             means.append(float(torch.stack(losses).float().mean()))
         return means
 
     def _checked_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         return compute_loss(model, self.loss, batch)
-
-    def _backward(self, value: torch.Tensor) -> None:
-        if self.accumulate > 1:
-            value = value / self.accumulate
-        (self.scaler.scale(value) if self.scaler is not None else value).backward()  # type: ignore[no-untyped-call]
-
-    def _optimizer_step(self) -> None:
-        if self.clip is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self._optimizer)
-            grads = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-            nn.utils.clip_grad_norm_(grads, self.clip)
-        if self.scaler is not None:
-            self.scaler.step(self._optimizer)
-            self.scaler.update()
-        else:
-            self._optimizer.step()
 
     def _on_optimizer_step(self, *_: Any) -> None:
         """Hangs on the optimizer: sees the end of a step that the caller takes."""
@@ -289,6 +303,7 @@ class Session:
     def _count_step(self, value: torch.Tensor | None = None) -> None:
         self._step += 1
         self._seconds.append((self._begun, self._watch.mark()))
+        self._unseen.append(self._seconds[-1])
         self._begun = None
         self._log.step(self._step, self._round, value, partial(self._elapsed, self._seconds[-1]))
         if self.policy.when.watches and self._step % Drift.every == 0:
@@ -296,9 +311,14 @@ class Session:
 
     # ------------------------------------------------------------ choosing
 
-    def _choose(self, batch: Any) -> None:
+    def _choose(self, batch: Any, looked: bool) -> None:
         """Ask for the next selection and apply it; a probe that fails leaves the one in force."""
         start = self._watch.mark()
+        if self._choice.is_off(self.progress, self._choice.correct and looked and self._pace.may_correct):
+            with self._pace.correcting():
+                selection = self._choice.again(self.progress)
+                if selection is not None:
+                    self._use(selection, (start, self._watch.mark()))
         try:
             selection = self._choice.next(self.progress, partial(self._probe, batch))
         except ProbeError as error:
@@ -309,11 +329,24 @@ class Session:
         if selection is not None:
             self._use(selection, (start, self._watch.mark()))
 
+    def _unseen_seconds(self) -> list[float]:
+        return [step if isinstance(step, float) else self._elapsed(step) for step in self._unseen]
+
+    def _look_at_steps(self) -> None:
+        """Let the closed loop see what the last steps took."""
+        seconds = self._unseen_seconds()
+        self._unseen.clear()
+        self._choice.measured(seconds, self.progress)
+        why = self._choice.out_of_reach
+        if why is not None and why != self._told:
+            self._told = why
+            self._note(f"asked {self._choice.feedback.rounds[-1]}: {why}")
+
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         # Norms run as they do now; before anything is chosen, as if the head alone were.
         current = self._choice.selection.params if self._choice.selection is not None else set(self.profile.head)
         self._norms.hold_(self._params, current)
-        scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+        scale = self.update.scaler.get_scale() if self.update.scaler is not None else 1.0
         signal, seed = self.policy.signal, self.policy.seed
         work = signal, self.model, self._optimizer, self.loss, batch, self.units
         return score.probe(*work, scale=scale, seed=seed, round=round)
@@ -326,6 +359,7 @@ class Session:
             if self.policy.state == "drop":
                 self._undo.keep_dropped({n: p for n, p in self._params.items() if n not in selection.params})
         self._log.flush()
+        self._look_at_steps()
         measured = self.measured_seconds
         apply_(self._params, self._optimizer, selection.params, self.policy.state)
         self._choice.take(selection, replace(self.progress, round=selection.round))
@@ -362,12 +396,16 @@ class Session:
         The model, the optimizer and the random states are saved beside it; `save` does all of that.
         """
         if self._micro:
-            raise RuntimeError(f"{self._micro} of {self.accumulate} batches of this step are in: save between optimizer steps.")
+            raise RuntimeError(
+                f"{self._micro} of {self.update.accumulate} batches of this step are in: save between optimizer steps."
+            )
         if self._begun is not None:  # a step that the caller's scaler skipped
             self._count_step()
         return {
             "format": "pliant.session/1",
             "step": self._step,
+            "pace": self._pace.state(),
+            "unseen": self._unseen_seconds(),
             **self._choice.state(),
             "undo": self._undo.state() if self._undo is not None else None,
         }
@@ -377,7 +415,9 @@ class Session:
         self._check_open()
         self._check_state(state)
         self._step, self._micro, self._begun = state["step"], 0, None
+        self._pace.load(state["pace"])
         self._choice.load(state, self.progress)
+        self._unseen = list(state["unseen"])
         if self._undo is not None and state["undo"] is not None:
             self._undo.load(state["undo"])
         if self._choice.selection is not None:
@@ -401,14 +441,14 @@ class Session:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed."""
         state = self.state_dict()
         self._log.flush()  # a checkpoint is never ahead of the log
-        checkpoint.save(path, self.model, self._optimizer, self.scaler, state)
+        checkpoint.save(path, self.model, self._optimizer, self.update.scaler, state)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file that `save` wrote, as if the run had never stopped."""
         self._check_open()
         saved = checkpoint.read(path, self.model, self._optimizer)
         self._check_state(saved["session"])
-        checkpoint.fill_(saved, self.model, self._optimizer, self.scaler)
+        checkpoint.fill_(saved, self.model, self._optimizer, self.update.scaler)
         self.load_state_dict(saved["session"])
 
     def delta(self, path: str | os.PathLike[str] | None = None) -> dict[str, torch.Tensor]:

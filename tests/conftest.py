@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
     name = getattr(val, "name", None)
     return name if isinstance(name, str) else None
+
+
+@pytest.fixture(autouse=True)
+def open_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices hang on the clock where measured steps correct them: only the tests of that loop (`closed_loop`) let them."""
+    if "closed_loop" not in request.fixturenames:
+        monkeypatch.setattr("pliant.choice.Choice.measured", lambda choice, seconds, now: None)
+
+
+@pytest.fixture
+def closed_loop() -> None:
+    """Measured steps correct the choice, as they do for users."""

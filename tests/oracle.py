@@ -1,4 +1,4 @@
-"""What the tests hold a session against: the plain PyTorch step, snapshots to the last bit, and a clock that never jitters."""
+"""What the tests hold a session against: the plain PyTorch step, snapshots to the last bit, steady devices."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pliant import Cost, Policy, Profile, measure
+from pliant import Cost, Policy, Profile, Session, measure
+from pliant.clock import Pace, Watch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def steady(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any) -> Profile:
+def steady(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
     """The profile of a device that takes one nanosecond per MAC, whatever the clock says."""
 
     def priced(cost: Cost) -> Cost:
         return replace(cost, seconds=cost.macs * 1e-9)
 
-    profile = measure.counted(model, optimizer, loss, batch)
+    profile = measure.counted(model, optimizer, loss, batch, **how)
     charges = tuple(replace(charge, cost=priced(charge.cost)) for charge in profile.charges)
     return replace(profile, base=priced(profile.base), charges=charges)
 
@@ -32,6 +33,33 @@ def steady(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch
 def on_steady_device(policy: Policy, **changes: Any) -> Policy:
     """The same policy where no measurement hangs on the clock."""
     return replace(policy, cost=policy.cost if policy.cost is measure.counted else steady, **changes)
+
+
+class Device:
+    """A simulated device: a step takes `speed` times the seconds that its profile predicts, and nothing else takes time.
+
+    `now` is its clock, for a session's watch and for the wall; whoever lets time pass otherwise moves it.
+    """
+
+    def __init__(self, speed: float = 1.0) -> None:
+        self.now, self.speed = 0.0, speed
+
+    def watch(self, device: torch.device) -> Watch:
+        watch = Watch(device)
+        watch._now = lambda: self.now
+        return watch
+
+    def pace(self) -> Pace:
+        return Pace(lambda: self.now)
+
+    def runs(self, session: Session) -> Session:
+        """From now on the steps of this session are steps of this device."""
+
+        def let_pass(*_: Any) -> None:
+            self.now += self.speed * session.selection.cost.seconds
+
+        session.optimizer.register_step_pre_hook(let_pass)
+        return session
 
 
 def plain_step(

@@ -58,3 +58,25 @@ def test_one_unit_cannot_turn_but_it_can_change() -> None:
     start = [{"a": 1.0}] * Drift.settle
     assert seen(Drift(), *start, {"a": 1.0}).amount == pytest.approx(0.0, abs=1e-12)
     assert seen(Drift(), *start, *[{"a": 0.1}] * 60).amount == pytest.approx(0.9, abs=1e-4)
+
+
+def test_what_leaves_is_no_longer_followed_and_what_stays_goes_on() -> None:
+    looks = [{"a": 1.0 + i, "b": 2.0 - i / 9, "c": 0.5} for i in range(9)]
+    drift = seen(Drift(), *looks[:6])
+    drift.follow_only(["a", "b", "d"])
+    seen(drift, *[{"a": look["a"], "b": look["b"], "d": 7.0} for look in looks[6:]])
+    without = seen(Drift(), *[{"a": look["a"], "b": look["b"]} for look in looks])
+    assert drift.state() == without.state()
+    assert drift.amount == without.amount
+
+
+def test_drift_is_unknown_where_nothing_stayed() -> None:
+    drift = seen(Drift(), *[{"a": 1.0, "b": 2.0}] * (Drift.settle + 1))
+    drift.follow_only(["c"])
+    assert seen(drift, {"c": 1.0}).amount is None
+
+
+def test_what_joins_before_the_first_mean_stands_is_not_taken_for_drift() -> None:
+    drift = seen(Drift(), *[{"a": 1.0}] * (Drift.settle - 1))
+    drift.follow_only(["a", "b"])
+    assert seen(drift, *[{"a": 1.0, "b": 3.0}] * 60).amount == pytest.approx(0.0, abs=1e-6)

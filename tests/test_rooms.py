@@ -15,7 +15,7 @@ import pliant
 PACKAGE = Path(pliant.__file__).parent
 
 LEFT = {"types", "schedule", "solve", "policy", "batches", "graph", "units", "apply", "measure", "score", "engine", "undo"}
-LEFT |= {"runlog", "drift", "checkpoint", "choice"}
+LEFT |= {"runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback"}
 
 # room → the rooms and the packages outside the standard library that it may import, wherever in its files the import stands
 MAY_IMPORT: dict[str, set[str]] = {
@@ -24,25 +24,37 @@ MAY_IMPORT: dict[str, set[str]] = {
     "solve": {"types", "numpy", "scipy"},
     "policy": {"types", "solve", "schedule", "numpy"},
     "batches": {"torch"},
-    "graph": {"batches", "torch"},
+    "memory": {"torch"},
+    "clock": {"torch"},
+    "update": {"torch"},
+    "energy": {"types", "torch"},
+    "recorder": {"batches", "memory", "torch", "numpy"},
+    "graph": {"batches", "recorder", "torch"},
     "units": {"types", "graph"},
     "apply": {"torch", "numpy"},
-    "measure": {"types", "graph", "apply", "batches", "torch", "numpy"},
+    "charges": {"types", "graph", "recorder", "numpy"},
+    "passes": {"graph", "recorder", "charges", "apply", "clock", "memory", "torch", "numpy"},
+    "trial": {"types", "graph", "charges", "apply", "clock", "memory", "update", "torch", "numpy", "scipy"},
+    "measure": {"types", "graph", "charges", "passes", "trial", "apply", "batches", "clock", "memory", "update", "torch"}
+    | {"roofline"},
+    "roofline": {"types", "clock", "graph", "torch"},
+    "survey": {"types", "graph", "measure", "roofline", "units", "apply", "torch", "rich"},
     "score": {"types", "apply", "batches", "torch", "numpy"},
     "engine": {"types", "graph", "torch"},
     "undo": {"torch"},
     "runlog": {"torch"},
     "drift": {"types"},
+    "feedback": set(),
     "checkpoint": {"types", "apply", "torch"},
-    "choice": {"types", "policy", "graph", "measure", "apply", "drift", "torch"},
+    "choice": {"types", "policy", "graph", "measure", "apply", "drift", "feedback", "update", "torch"},
     "session": LEFT | {"torch", "safetensors"},
-    "recipes": {"policy", "schedule", "score", "solve", "units", "measure", "types"},
+    "recipes": {"policy", "schedule", "score", "solve", "units", "measure", "roofline", "types"},
     "models": {"torch", "safetensors"},
     "data": {"models", "torch", "sklearn"},
     "report": {"types", "runlog", "rich"},
     "demo": {"session", "recipes", "measure", "data", "models", "torch", "rich"},
-    "cli": {"demo", "data", "models", "report", "torch", "rich", "typer"},  # and what `import pliant` offers
-    "__init__": LEFT | {"session", "recipes"},
+    "cli": {"demo", "survey", "data", "models", "report", "torch", "rich", "typer"},  # and what `import pliant` offers
+    "__init__": LEFT | {"session", "recipes", "energy", "roofline"},
 }
 ANYONE = {"pliant"}  # `from pliant import __version__`: a name of the package itself, not a room
 

@@ -523,6 +523,7 @@ def test_a_budget_may_move_with_progress() -> None:
             session.step(batch)
             shares.append(session.selection.share("seconds"))
             assert shares[-1] <= schedule.ramp(1.0, 0.5)(replace(session.progress, step=k)) * 1.051
+        assert session.progress.round == 0  # planned again within the round
     assert shares[0] == 1.0
     assert shares[-1] < 0.6
 

@@ -1,0 +1,99 @@
+"""Asked, predicted, measured: what steps really take, and how the next plan is to be corrected for it. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from statistics import fmean, median
+from typing import Any
+
+_WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
+_PAY_BACK = 50  # steps over which seconds that were saved or overspent are spread
+_MOST = 0.1  # of what was asked: so far a step may go beyond it to pay back
+_WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
+
+
+@dataclass
+class Round:
+    """How one selection ran: seconds per step that were asked (None: no limit), predicted and measured."""
+
+    number: int
+    step: int
+    asked: float | None
+    predicted: float
+    full: float
+    seconds: float = 0.0
+    steps: int = 0
+
+    @property
+    def measured(self) -> float | None:
+        """The mean step; None before the first."""
+        return self.seconds / self.steps if self.steps else None
+
+    def __str__(self) -> str:
+        def share(seconds: float | None) -> str:
+            if seconds is None:
+                return "–"
+            return f"{seconds / self.full:.3f}" if self.full else f"{seconds * 1e3:.3g} ms"
+
+        told = f"asked {share(self.asked)}, predicted {share(self.predicted)}, measured {share(self.measured)}"
+        return f"round {self.number} from step {self.step}: {told} of a full step, {self.steps} steps"
+
+
+@dataclass
+class Feedback:
+    """Follows the steps of a run and says by how much the next plan must miss its limit so that the mean step meets it."""
+
+    ratio: float = 1.0  # measured over predicted, of late
+    debt: float = 0.0  # seconds that were asked for and not taken; less than nothing: taken beyond
+    recent: float | None = None  # seconds of a step, of late
+    rounds: list[Round] = field(default_factory=list)
+
+    def begin(self, round: Round) -> None:
+        """Another selection is in force."""
+        self.rounds.append(round)
+        self.recent = None
+
+    def see(self, seconds: Sequence[float], asked: float | None, pays: bool = True) -> None:
+        """Steps of the selection in force. `pays`: what this one misses, later ones make up for."""
+        if not seconds or not self.rounds:
+            return
+        now, middle = self.rounds[-1], median(seconds)
+        tame = [min(s, _WILD * middle) for s in seconds]
+        if now.predicted > 0 and middle > 0:
+            seen = middle / now.predicted
+            self.ratio = seen if self.recent is None and len(self.rounds) == 1 else (self.ratio + seen) / 2
+        self.recent = fmean(tame)
+        now.seconds += sum(seconds)
+        now.steps += len(seconds)
+        self.debt = self.debt + sum(asked - s for s in tame) if asked is not None and pays else 0.0
+
+    def target(self, asked: float) -> float:
+        """What a step should take from now on."""
+        return asked + max(-_MOST * asked, min(self.debt / _PAY_BACK, _MOST * asked))
+
+    def correction(self, asked: float) -> float:
+        """What to plan for, over what was asked."""
+        return self.target(asked) / asked / self.ratio
+
+    def is_off(self, asked: float) -> bool:
+        """Whether steps take so much more or less than they should that planning again is worth it."""
+        return self.recent is not None and abs(self.recent - self.target(asked)) > _WITHIN * asked
+
+    def forget(self) -> None:
+        """Another budget: nothing is owed from the old one."""
+        self.debt = 0.0
+
+    @property
+    def mean(self) -> float | None:
+        """The mean step of the run so far."""
+        steps = sum(round.steps for round in self.rounds)
+        return sum(round.seconds for round in self.rounds) / steps if steps else None
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Feedback:
+        rounds = [Round(**{f.name: saved[f.name] for f in fields(Round)}) for saved in state["rounds"]]
+        return cls(state["ratio"], state["debt"], state["recent"], rounds)

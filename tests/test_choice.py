@@ -1,0 +1,428 @@
+"""The closed loop: steps are measured, and the same round is planned again where they miss what was asked.
+
+Clocks are simulated (`oracle.Device`): a device takes more or less for a step than its profile predicts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import Device, differences, snapshot, steady
+from torch import nn
+from zoo import sgd
+
+from pliant import Budget, BudgetError, Policy, Profile, Progress, Session, plan, recipes, schedule, score, solve, units, within
+from pliant.clock import Pace
+from pliant.types import Selection
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Open = Callable[..., Session]
+SLOW, FAST = 1.25, 0.8
+
+
+class Deep(nn.Module):
+    """Many small layers: selections of almost any cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(16))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+def classify(model: nn.Module, batch: Batch) -> torch.Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Deep()
+
+
+def data(count: int = 8) -> list[Batch]:
+    draw = torch.Generator().manual_seed(4)
+    return [(torch.randn(8, 6, generator=draw), torch.randint(0, 3, (8,), generator=draw)) for _ in range(count)]
+
+
+STREAM = data()
+
+
+def light(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, batch: Any, **how: Any) -> Profile:
+    """A forward pass of half the usual weight: 0.4 of a full step stays in reach where everything takes 1.25 times as long."""
+    profile = steady(model, optimizer, loss, batch, **how)
+    return replace(profile, base=replace(profile.base, seconds=profile.base.seconds / 2))
+
+
+def full_seconds() -> float:
+    model = make()
+    return light(model, sgd(model), classify, STREAM[0]).full.seconds
+
+
+def by_gain(time: Any, when: schedule.Schedule | None = None) -> Policy:
+    words = units.layers(), score.update_gain(cross=False), light, solve.knapsack(), when or schedule.every(steps=70)
+    return Policy(*words, Budget(time=time))
+
+
+def by_lot(time: Any) -> Policy:
+    return replace(recipes.random(time=time, when=schedule.every(steps=60), seed=3), cost=light)
+
+
+def last(time: Any) -> Policy:
+    return replace(recipes.last(time=time), cost=light)
+
+
+def ours(time: Any) -> Policy:
+    return replace(recipes.pliant(time=time), cost=light)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def start(closed_loop: None, device: Device, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens a session whose steps run on the simulated device."""
+    monkeypatch.setattr("pliant.session.Watch", device.watch)
+    monkeypatch.setattr("pliant.session.Pace", device.pace)
+
+    def opened(policy: Policy, model: nn.Module | None = None, **how: Any) -> Session:
+        model = model if model is not None else make()
+        return device.runs(Session(model, sgd(model), classify, policy, **how))
+
+    return opened
+
+
+def run(session: Session, steps: int) -> Iterator[Selection]:
+    """What is chosen for each of so many further steps."""
+    for _ in range(steps):
+        session.step(STREAM[session.progress.step % len(STREAM)])
+        yield session.selection
+
+
+def train(session: Session, steps: int) -> list[Selection]:
+    return list(run(session, steps))
+
+
+def notes(log: Path) -> list[str]:
+    return [told["text"] for told in map(json.loads, log.read_text().splitlines()) if told["event"] == "note"]
+
+
+# ---------------------------------------------------------------- steps come to take what was asked
+
+
+@pytest.mark.parametrize("speed", [FAST, SLOW])
+@pytest.mark.parametrize("time", [0.4, 0.5, 0.7])
+@pytest.mark.parametrize("method", [last, by_lot, by_gain, ours])
+def test_the_mean_step_is_what_was_asked_though_the_device_is_not_what_was_predicted(
+    method: Callable[[float], Policy], time: float, speed: float, start: Open, device: Device
+) -> None:
+    device.speed = speed
+    with start(method(time)) as session:
+        train(session, 200)
+        assert device.now / 200 == pytest.approx(time * session.profile.full.seconds, rel=0.03)
+
+
+def test_a_device_that_turns_slow_in_the_middle_is_followed(start: Open, device: Device) -> None:
+    with start(last(0.5)) as session:
+        train(session, 100)
+        device.speed = 1.5
+        train(session, 200)
+        assert device.now / 300 == pytest.approx(0.5 * session.profile.full.seconds, rel=0.03)
+
+
+def test_a_step_that_takes_what_was_asked_is_left_alone(start: Open) -> None:
+    with start(last(0.5)) as session:
+        train(session, 1)
+        share = session.selection.share()
+    with start(last(share)) as session:
+        train(session, 100)
+        assert len(session.rounds) == 1
+
+
+def test_rounds_tell_what_was_asked_predicted_and_measured(start: Open, device: Device) -> None:
+    device.speed = SLOW
+    with start(last(0.5)) as session:
+        chosen = train(session, 25)
+        full, (first, second, *_) = session.profile.full.seconds, session.rounds
+        assert (first.number, first.step, first.steps) == (0, 0, 10)
+        assert first.asked == second.asked == 0.5 * full
+        assert first.predicted == chosen[0].cost.seconds
+        assert first.measured == pytest.approx(SLOW * first.predicted)
+        assert (second.number, second.step) == (0, 10)
+        assert second.predicted == chosen[10].cost.seconds < first.predicted
+        assert sum(round.steps for round in session.rounds) == 25
+        assert sum(round.seconds for round in session.rounds) == pytest.approx(device.now)
+
+
+def test_a_corrected_selection_says_what_was_asked_and_what_was_planned_for(start: Open, device: Device) -> None:
+    device.speed = SLOW
+    with start(last(0.5)) as session:
+        first, *_, corrected = train(session, 11)
+        asked = 0.5 * session.profile.full.seconds
+        assert first.asked == first.limit == corrected.asked == {"seconds": asked}
+        assert corrected.cost.seconds <= corrected.limit["seconds"] < asked / SLOW  # it also pays back
+
+
+def test_without_a_time_budget_nothing_is_corrected(start: Open, device: Device) -> None:
+    device.speed = SLOW
+    policy = replace(last(0.5), budget=Budget(macs=0.6))
+    with start(policy) as session:
+        train(session, 40)
+        assert len(session.rounds) == 1
+        assert session.rounds[0].asked is None
+        assert session.rounds[0].measured == pytest.approx(SLOW * session.rounds[0].predicted)
+
+
+@pytest.mark.parametrize("method", [last, by_lot])
+def test_whoever_wants_no_correction_gets_what_the_profile_and_the_seed_say(
+    method: Callable[[float], Policy], start: Open, device: Device
+) -> None:
+    chosen = {}
+    for device.speed in (1.0, SLOW):
+        with start(method(0.5), correct=False) as session:
+            chosen[device.speed] = train(session, 130)
+            assert all(selection.limit == selection.asked for selection in chosen[device.speed])
+            assert len(session.rounds) == session.progress.round + 1
+    assert chosen[1.0] == chosen[SLOW]
+
+
+def test_looking_at_the_rounds_does_not_change_the_run(start: Open, device: Device) -> None:
+    device.speed = SLOW
+    with start(last(0.5)) as session:
+        expected = train(session, 40)
+    device.now = 0.0
+    with start(last(0.5)) as session:
+        seen = []
+        for selection in run(session, 40):
+            seen.append(selection)
+            assert session.rounds
+    assert seen == expected
+
+
+def test_corrections_take_little_of_the_run(start: Open, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = []
+    monkeypatch.setattr(Pace, "_in_any_case", 0)
+
+    def slow_plan(policy: Policy, profile: Profile, values: Any, progress: Progress, correction: float | None) -> Selection:
+        if correction is not None:
+            device.now += 0.1 * profile.full.seconds
+            shares.append((len(shares) + 1) * 0.1 * profile.full.seconds / device.now)
+        return plan(policy, profile, values, progress, correction)
+
+    monkeypatch.setattr("pliant.choice.plan", slow_plan)
+    with start(last(0.5)) as session:
+        for k in range(25):
+            device.speed = (SLOW, FAST)[k % 2]  # never as it was
+            train(session, 10)
+    assert len(shares) > 1
+    assert max(shares[1:]) <= Pace._most_correcting * 1.01
+
+
+# ---------------------------------------------------------------- what a correction leaves as it is
+
+
+def test_a_correction_is_no_new_round_and_takes_no_probe(start: Open, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, probed = score.probe, []
+
+    def counted(*work: Any, **how: Any) -> Any:
+        probed.append(how["round"])
+        return probe(*work, **how)
+
+    monkeypatch.setattr("pliant.session.score.probe", counted)
+    device.speed = SLOW
+    with start(by_gain(0.5)) as session:
+        chosen = train(session, 80)
+        assert [selection.round for selection in chosen] == [0] * 70 + [1] * 10
+        assert len(session.rounds) > 2
+        assert chosen[69].units != chosen[0].units
+        assert chosen[69].values == chosen[0].values
+    assert probed == [0, 1]
+
+
+def test_a_correction_keeps_the_draw_of_its_round(start: Open, device: Device) -> None:
+    policy, chosen = by_lot(0.5), []
+    with start(policy) as session:
+        for device.speed in (FAST, SLOW):
+            chosen += train(session, 60)
+        values = dict.fromkeys(session.units, 1.0)
+        corrected = [after for before, after in pairwise(chosen) if after.round == before.round and after != before]
+        assert {selection.round for selection in corrected} == {0, 1}
+        for selection in corrected:
+            share = selection.limit["seconds"] / session.profile.full.seconds
+            alike = replace(policy, budget=Budget(time=share))
+            drawn = plan(alike, session.profile, values, Progress(round=selection.round))
+            assert drawn.units == selection.units
+
+
+def test_a_correction_keeps_what_drift_remembers(start: Open, device: Device) -> None:
+    device.speed = SLOW
+    with start(by_gain(0.5, schedule.on_drift(2.0, at_least=1000))) as session:
+        chosen = train(session, 40)
+        assert chosen[-1].units != chosen[0].units
+        drift = session.state_dict()["drift"]
+        assert drift["count"] == 10  # a look every four steps, from the first
+        always = set.intersection(*({unit.name for unit in selection.units} for selection in chosen))
+        assert set(drift["now"]) == always
+
+
+# ---------------------------------------------------------------- budgets that are out of reach, that move, that change
+
+
+def test_a_budget_below_the_floor_is_refused_at_the_start_and_out_of_reach_later(
+    start: Open, device: Device, tmp_path: Path
+) -> None:
+    with start(last(0.1)) as session, pytest.raises(BudgetError, match="floor"):
+        train(session, 1)
+    device.speed, log = SLOW, tmp_path / "run.jsonl"
+    with start(last(0.22), log=log) as session:
+        train(session, 100)
+        assert {unit.name for unit in session.selection.units} == {"head"}
+    [note] = notes(log)
+    assert note.endswith("the cheapest step there is takes more")
+    assert "asked 0.220" in note
+
+
+def test_a_fast_device_that_trains_everything_says_so_once(start: Open, device: Device, tmp_path: Path) -> None:
+    device.speed, log = 0.5, tmp_path / "run.jsonl"
+    with start(last(0.9), log=log) as session:
+        train(session, 100)
+        assert len(session.selection.units) == 17
+    [note] = notes(log)
+    assert note.endswith("everything that is worth training is chosen")
+
+
+def test_a_budget_that_a_correction_will_keep_is_not_out_of_reach(start: Open, device: Device, tmp_path: Path) -> None:
+    device.speed, log = SLOW, tmp_path / "run.jsonl"
+    with start(last(1.0), log=log) as session:
+        train(session, 100)
+        assert session.rounds[-1].measured < 1.03 * session.profile.full.seconds
+    assert notes(log) == []
+
+
+def test_a_budget_that_falls_below_the_floor_ends_with_the_cheapest_step(start: Open, device: Device, tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with start(last(schedule.ramp(1.0, 0.1)), log=log, total_steps=100) as session:
+        chosen = train(session, 100)
+        assert {unit.name for unit in chosen[-1].units} == {"head"}
+        assert chosen[-1].asked["seconds"] < chosen[-1].limit["seconds"] == chosen[-1].cost.seconds
+        assert {selection.round for selection in chosen} == {0}
+    [note] = notes(log)
+    assert note.endswith("the cheapest step there is takes more")
+
+
+def test_a_budget_that_moves_is_followed_on_a_device_that_is_slow(start: Open, device: Device) -> None:
+    device.speed = SLOW
+    with start(last(schedule.ramp(0.9, 0.4)), total_steps=200) as session:
+        train(session, 200)
+        assert device.now / 200 == pytest.approx(0.65 * session.profile.full.seconds, rel=0.03)
+        assert session.state_dict()["feedback"]["debt"] == 0.0  # the function itself says what is left
+
+
+def test_another_budget_owes_nothing(start: Open, device: Device) -> None:
+    device.speed = SLOW
+    with start(last(0.9)) as session:
+        train(session, 11)
+        assert session.state_dict()["feedback"]["debt"] < 0
+        session.budget = Budget(time=0.5)
+        assert session.state_dict()["feedback"]["debt"] == 0.0
+        device.now = 0.0
+        train(session, 200)
+        assert device.now / 200 == pytest.approx(0.5 * session.profile.full.seconds, rel=0.03)
+
+
+def test_steps_before_another_budget_are_held_against_the_old_one(start: Open, device: Device) -> None:
+    with start(last(0.9)) as session:
+        train(session, 9)
+        session.budget = Budget(time=0.5)
+        train(session, 1)
+        full = session.profile.full.seconds
+        assert session.rounds[0].asked == 0.9 * full
+        assert abs(session.state_dict()["feedback"]["debt"]) < 0.05 * full
+
+
+# ---------------------------------------------------------------- a limit for the whole run
+
+
+@pytest.mark.parametrize("speed", [FAST, 1.0, SLOW])
+def test_a_whole_run_ends_when_it_was_to(speed: float, start: Open, device: Device) -> None:
+    device.speed, whole = speed, 0.6 * 200 * full_seconds()
+    with start(last(within(f"{whole}s")), total_steps=200) as session:
+        train(session, 200)
+    assert device.now == pytest.approx(whole, rel=0.03)
+
+
+def test_what_passes_beside_the_steps_counts_too(start: Open, device: Device) -> None:
+    whole = 0.8 * 200 * full_seconds()
+    with start(last(within(f"{whole}s")), total_steps=200) as session:
+        for _ in run(session, 200):
+            device.now += 0.2 * session.profile.full.seconds
+    assert device.now == pytest.approx(whole, rel=0.03)
+
+
+def test_fit_knows_how_long_a_run_is(start: Open, device: Device) -> None:
+    device.speed, whole = SLOW, 0.6 * 200 * full_seconds()
+    with start(last(within(f"{whole}s"))) as session:
+        assert len(session.fit(data(50), epochs=4)) == 4
+    assert device.now == pytest.approx(whole, rel=0.03)
+
+
+def test_a_limit_for_a_run_of_unknown_length_is_refused(start: Open) -> None:
+    model = make()
+    before = snapshot(model)
+    with start(last(within("2min")), model) as session, pytest.raises(ValueError, match=r"within\('2min'\).*total_steps"):
+        train(session, 1)
+    assert differences(before, snapshot(model)) == []
+
+
+# ---------------------------------------------------------------- stop and go on
+
+
+@pytest.mark.parametrize("method", [last, by_gain])
+@pytest.mark.parametrize("stop", [20, 24])
+def test_a_corrected_run_goes_on_as_if_it_had_never_stopped(
+    stop: int, method: Callable[[float], Policy], start: Open, device: Device, tmp_path: Path
+) -> None:
+    ends = []
+    for stops in (False, True):
+        device.now, device.speed = 0.0, SLOW
+        session = start(method(0.5))
+        chosen = train(session, stop)
+        if stops:
+            session.save(tmp_path / "run.pt")
+            session.close()
+            session = start(method(0.5), make(seed=5))
+            session.load(tmp_path / "run.pt")
+        chosen += train(session, 60)
+        ends.append([snapshot(session.model, session.optimizer), chosen, session.rounds])
+    assert ends[0][1:] == ends[1][1:]
+    assert differences(ends[0][0], ends[1][0]) == []
+
+
+def test_what_was_learned_of_the_device_survives_a_stop(start: Open, device: Device, tmp_path: Path) -> None:
+    device.speed = SLOW
+    with start(last(0.5)) as session:
+        train(session, 60)
+        session.save(tmp_path / "run.pt")
+        known = session.state_dict()["feedback"]
+    with start(last(0.5), make(seed=5)) as session:
+        session.load(tmp_path / "run.pt")
+        assert session.state_dict()["feedback"] == known
+        assert known["ratio"] == pytest.approx(SLOW)
+        before = device.now
+        train(session, 140)
+        assert session.progress.step == 200
+        assert (device.now - before) / 140 == pytest.approx(0.5 * session.profile.full.seconds, rel=0.03)

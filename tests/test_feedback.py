@@ -1,0 +1,192 @@
+"""Asked, predicted, measured: the arithmetic of the closed loop."""
+
+from __future__ import annotations
+
+import json
+from itertools import cycle
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from instances import laws
+
+from pliant.feedback import Feedback, Round
+
+ASKED = 2.0
+
+
+def following(predicted: float = 1.0, **known: float) -> Feedback:
+    feedback = Feedback(**known)
+    feedback.begin(Round(0, 0, ASKED, predicted, 4.0))
+    return feedback
+
+
+def test_a_round_tells_its_mean_step_in_shares_of_a_full_one() -> None:
+    feedback = following(predicted=1.0)
+    assert feedback.rounds[0].measured is None
+    assert str(feedback.rounds[0]) == ("round 0 from step 0: asked 0.500, predicted 0.250, measured – of a full step, 0 steps")
+    feedback.see([1.0, 2.0], ASKED)
+    feedback.see([3.0], 1.0)
+    now = feedback.rounds[0]
+    assert (now.steps, now.seconds, now.measured, now.asked) == (3, 6.0, 2.0, 2.0)
+    assert str(now).endswith("asked 0.500, predicted 0.250, measured 0.500 of a full step, 3 steps")
+
+
+def test_a_round_without_a_full_step_or_a_limit_tells_what_it_knows() -> None:
+    told = str(Round(3, 7, None, 0.002, 0.0, seconds=0.04, steps=10))
+    assert told.startswith("round 3 from step 7: asked –, predicted 2 ms, measured 4 ms")
+
+
+def test_the_first_look_sets_the_ratio_and_later_ones_move_it_half_way() -> None:
+    feedback = following(predicted=2.0)
+    feedback.see([3.0, 3.0, 3.0], ASKED)
+    assert feedback.ratio == 1.5
+    feedback.see([5.0], ASKED)
+    assert feedback.ratio == 2.0
+    feedback.begin(Round(1, 4, ASKED, 1.0, 4.0))
+    feedback.see([4.0], ASKED)
+    assert feedback.ratio == 3.0
+
+
+def test_without_a_prediction_there_is_no_ratio() -> None:
+    feedback = following(predicted=0.0)
+    feedback.see([3.0], ASKED)
+    assert (feedback.ratio, feedback.recent) == (1.0, 3.0)
+
+
+def test_nothing_seen_changes_nothing() -> None:
+    feedback = following(debt=1.0)
+    before = feedback.state()
+    feedback.see([], ASKED)
+    assert feedback.state() == before
+    empty = Feedback()
+    empty.see([1.0], ASKED)
+    assert empty == Feedback()
+
+
+def test_debt_is_what_was_asked_and_not_taken() -> None:
+    feedback = following()
+    feedback.see([1.5, 1.5], ASKED)
+    assert feedback.debt == 1.0
+    feedback.see([3.0], ASKED)
+    assert feedback.debt == 0.0
+    feedback.see([3.0], ASKED)
+    assert feedback.debt == -1.0
+    feedback.forget()
+    assert feedback.debt == 0.0
+
+
+@pytest.mark.parametrize(("asked", "pays"), [(None, True), (ASKED, False)])
+def test_no_limit_and_one_that_moves_by_itself_leave_no_debt(asked: float | None, pays: bool) -> None:
+    feedback = following(debt=5.0)
+    feedback.see([1.5, 1.5], asked, pays)
+    assert feedback.debt == 0.0
+    assert feedback.rounds[0].steps == 2
+
+
+@pytest.mark.parametrize(
+    ("debt", "target"), [(0.0, 2.0), (5.0, 2.1), (-5.0, 1.9), (10.0, 2.2), (1e9, 2.2), (-10.0, 1.8), (-1e9, 1.8)]
+)
+def test_debt_is_paid_back_over_fifty_steps_and_never_by_more_than_a_tenth(debt: float, target: float) -> None:
+    feedback = following(debt=debt, ratio=1.25)
+    assert feedback.target(ASKED) == pytest.approx(target, rel=1e-12)
+    assert feedback.correction(ASKED) == pytest.approx(target / ASKED / 1.25, rel=1e-12)
+
+
+@pytest.mark.parametrize(("step", "is_off"), [(2.0, False), (2.028, False), (2.032, True), (1.972, False), (1.968, True)])
+def test_steps_are_off_beyond_a_hundredth_and_a_half_of_what_was_asked(step: float, is_off: bool) -> None:
+    feedback = following()
+    assert not feedback.is_off(ASKED)  # nothing was seen
+    feedback.see([step] * 10, ASKED)
+    feedback.forget()
+    assert feedback.is_off(ASKED) == is_off
+
+
+def test_what_is_owed_makes_steps_off_that_take_what_was_asked() -> None:
+    feedback = following(debt=-5.0)
+    feedback.see([ASKED] * 10, ASKED)
+    assert feedback.is_off(ASKED)
+
+
+def test_another_selection_is_not_off_before_its_first_step() -> None:
+    feedback = following()
+    feedback.see([4.0] * 10, ASKED)
+    assert feedback.is_off(ASKED)
+    feedback.begin(Round(0, 10, ASKED, 0.5, 4.0))
+    assert not feedback.is_off(ASKED)
+
+
+def test_a_disturbed_step_counts_twice_at_most_but_is_told_in_full() -> None:
+    feedback = following(predicted=2.0)
+    feedback.see([2.0] * 9 + [500.0], ASKED)
+    assert feedback.ratio == 1.0
+    assert feedback.recent == pytest.approx(2.2)
+    assert feedback.debt == pytest.approx(-2.0)
+    assert feedback.rounds[0].seconds == 518.0
+
+
+def test_a_clock_that_is_too_coarse_for_a_step_corrects_nothing() -> None:
+    feedback = following()
+    feedback.see([0.0] * 10, ASKED)
+    assert feedback.correction(ASKED) > 0
+
+
+def test_the_mean_is_over_the_steps_of_all_rounds() -> None:
+    feedback = following()
+    assert feedback.mean is None
+    feedback.see([1.0], ASKED)
+    feedback.begin(Round(1, 1, ASKED, 1.0, 4.0))
+    feedback.see([3.0] * 3, ASKED)
+    assert feedback.mean == 2.5
+
+
+def test_feedback_goes_on_from_its_state() -> None:
+    feedback = following(predicted=1.0)
+    feedback.see([1.5] * 3, ASKED)
+    feedback.begin(Round(1, 3, ASKED, 1.0, 4.0))
+    feedback.see([1.7, 9.0], ASKED)
+    resumed = Feedback.of(json.loads(json.dumps(feedback.state())))
+    assert resumed == feedback
+    for half in (feedback, resumed):
+        half.see([1.6] * 3, ASKED)
+    assert resumed == feedback
+    assert resumed.rounds[0].steps == 3  # nothing is shared with the state it came from
+
+
+# ---------------------------------------------------------------- on a device that is not as predicted
+
+
+def steps_of(speed: float, asked: float, costs: list[float], count: int = 200) -> list[float]:
+    """Steps where a selection of predicted cost c takes speed × c, planned as a session does: looked at every ten."""
+    feedback, steps, limit, chosen = Feedback(), [], asked, None
+    while len(steps) < count:
+        best = max((cost for cost in costs if cost <= limit), default=costs[0])
+        if best != chosen:
+            chosen = best
+            feedback.begin(Round(0, len(steps), asked, chosen, costs[-1]))
+        taken = [speed * chosen] * 10
+        steps += taken
+        feedback.see(taken, asked)
+        if feedback.is_off(asked):
+            limit = asked * feedback.correction(asked)
+    return steps
+
+
+@laws(examples=200)
+@given(
+    speed=st.floats(0.6, 1.6),
+    asked=st.floats(1e-3, 1e3),
+    floor=st.floats(0.3, 0.85),
+    gaps=st.lists(st.floats(0.1, 1.0), min_size=1, max_size=8),
+)
+@example(speed=1.6, asked=1.0, floor=0.85, gaps=[1.0])
+@example(speed=0.6, asked=1.0, floor=0.85, gaps=[1.0])
+def test_the_mean_step_comes_to_what_was_asked_where_that_is_in_reach(
+    speed: float, asked: float, floor: float, gaps: list[float]
+) -> None:
+    costs, gap = [floor * asked * min(1.0, 1 / speed)], cycle(gaps)
+    while costs[-1] < 1.2 * asked * max(1.0, 1 / speed):
+        costs.append(costs[-1] + next(gap) * 0.05 * asked / speed)  # a twentieth of what was asked lies between two steps
+    steps = steps_of(speed, asked, costs)
+    assert sum(steps) / len(steps) == pytest.approx(asked, rel=0.03)
+    assert sum(steps[100:]) / 100 == pytest.approx(asked, rel=0.03)
