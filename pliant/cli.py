@@ -61,6 +61,54 @@ def demo(
         pliant.types.write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())
 
 
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="efficientnet_lite0, or package.module:factory.")] = "efficientnet_lite0",
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 8,
+    size: Annotated[int, typer.Option(min=8, help="Pixels per side of the images.")] = 64,
+    shape: Annotated[str, typer.Option(help="Shape of one input instead, like 3x128x128; with --ids, like 64.")] = "",
+    ids: Annotated[int, typer.Option(min=0, help="The inputs are token ids below this number.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads. With one, CPU time is measured, which others disturb less")
+    ] = 1,
+    tensors: Annotated[bool, typer.Option("--tensors", help="A line for each tensor, not for each layer.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the roofline into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a model on this device: every layer's cost, arithmetic intensity and place under the roof.
+
+    Example: pliant profile efficientnet_lite0 --batch 4 --size 96 --svg roof.svg
+    """
+    import torch
+
+    from pliant import roofline, units
+    from pliant.models import load
+    from pliant.survey import survey
+
+    console = Console()
+    torch.set_num_threads(threads)
+    try:
+        net = load(model).to(device)
+        inputs = tuple(int(n) for n in shape.split("x")) if shape else (3, size, size)
+        x = torch.randint(ids, (batch, *inputs), device=device) if ids else torch.randn(batch, *inputs, device=device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+        found = survey(net, optimizer, lambda m, b: m(b).float().square().mean(), x, units.tensors() if tensors else None)
+    except (pliant.PliantError, ImportError, ValueError, RuntimeError) as error:
+        console.print(f"pliant: {error}", style="red", markup=False)
+        raise typer.Exit(1) from error
+    if svg is not None:
+        pliant.types.write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+        return
+    console.print(found.table())
+    console.print()
+    console.print(
+        roofline.text_plot(found.rows, found.peaks, width=max(min(console.width, 100), 40)), markup=False, highlight=False
+    )
+
+
 def main() -> None:
     """The `pliant` command."""
     app()
