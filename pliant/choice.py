@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from pliant.apply import NormRule, sandbox
+from pliant.budget import RESOURCES, Budget, Progress
 from pliant.drift import Drift, blend, mean
 from pliant.feedback import Feedback, Round
 from pliant.graph import Loss, read
 from pliant.measure import origin
 from pliant.policy import Policy, plan
-from pliant.types import RESOURCES, Budget, ProbeError, Profile, Progress, Selection, Unit
+from pliant.types import ProbeError, Profile, Selection, Unit
 from pliant.update import Update
 
 Probe = Callable[[int], dict[Unit, float]]
@@ -107,7 +108,9 @@ class Choice:
 
     def measured(self, seconds: Sequence[float], now: Progress) -> None:
         """Steps of the selection in force took so long."""
-        self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(self.policy.budget.time))
+        given = self.policy.budget.time
+        share = not isinstance(given(now) if callable(given) else given, str)
+        self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share)
 
     @property
     def out_of_reach(self) -> str | None:

@@ -54,12 +54,16 @@ class Feedback:
         self.rounds.append(round)
         self.recent = None
 
-    def see(self, seconds: Sequence[float], asked: float | None, pays: bool = True) -> None:
-        """Steps of the selection in force. `pays`: what this one misses, later ones make up for."""
+    def see(self, seconds: Sequence[float], asked: float | None, pays: bool = True, share: bool = False) -> None:
+        """Steps of the selection in force. `pays`: what this one misses, later ones make up for.
+
+        A `share` is one of a full step as fast as this device takes it undisturbed, so what disturbs steps is left out: all of
+        them count as the quick ones among them do.
+        """
         if not seconds or not self.rounds:
             return
-        now, middle = self.rounds[-1], median(seconds)
-        tame = [min(s, _WILD * middle) for s in seconds]
+        now, middle = self.rounds[-1], sorted(seconds)[len(seconds) // 4] if share else median(seconds)
+        tame = [middle if share else min(s, _WILD * middle) for s in seconds]
         if now.predicted > 0 and middle > 0:
             seen = middle / now.predicted
             self.ratio = seen if self.recent is None and len(self.rounds) == 1 else (self.ratio + seen) / 2

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pliant.budget import RESOURCES, Budget, Progress
 from pliant.schedule import Schedule, once
 from pliant.solve import SLACK, Array, Problem, Solver
-from pliant.types import RESOURCES, Budget, BudgetError, Cost, Profile, Progress, Selection, Table, Unit, match
+from pliant.types import BudgetError, Cost, Profile, Selection, Table, Unit, match
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@
 from __future__ import annotations
 
 from pliant import schedule, score, solve, units
+from pliant.budget import Budget, Limit
 from pliant.measure import counted, modelled, timed
 from pliant.policy import Policy
 from pliant.roofline import Peaks
 from pliant.schedule import Schedule
-from pliant.types import Budget, Limit
 
 
 def pliant(

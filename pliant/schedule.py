@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pliant.types import Progress
+from pliant.budget import Progress
 
 
 @dataclass(frozen=True)

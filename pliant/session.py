@@ -16,6 +16,7 @@ from torch import nn
 
 from pliant import __version__, batches, checkpoint, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
+from pliant.budget import Budget, Progress
 from pliant.choice import Choice
 from pliant.clock import Pace, Watch
 from pliant.drift import Drift
@@ -24,7 +25,7 @@ from pliant.feedback import Feedback, Round
 from pliant.graph import Loss, compute_loss, trainable
 from pliant.policy import Policy
 from pliant.runlog import RunLog
-from pliant.types import Budget, ProbeError, Profile, Progress, Selection, Unit, write_aside
+from pliant.types import ProbeError, Profile, Selection, Unit, write_aside
 from pliant.undo import Undo
 from pliant.update import Update
 

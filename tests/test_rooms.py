@@ -14,15 +14,16 @@ import pliant
 
 PACKAGE = Path(pliant.__file__).parent
 
-LEFT = {"types", "schedule", "solve", "policy", "batches", "graph", "units", "apply", "measure", "score", "engine", "undo"}
-LEFT |= {"runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback"}
+LEFT = {"types", "budget", "schedule", "solve", "policy", "batches", "graph", "units", "apply", "measure", "score", "engine"}
+LEFT |= {"undo", "runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback"}
 
 # room → the rooms and the packages outside the standard library that it may import, wherever in its files the import stands
 MAY_IMPORT: dict[str, set[str]] = {
     "types": {"numpy"},
-    "schedule": {"types"},
+    "budget": {"types"},
+    "schedule": {"budget"},
     "solve": {"types", "numpy", "scipy"},
-    "policy": {"types", "solve", "schedule", "numpy"},
+    "policy": {"types", "budget", "solve", "schedule", "numpy"},
     "batches": {"torch"},
     "memory": {"torch"},
     "clock": {"torch"},
@@ -46,9 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drift": {"types"},
     "feedback": set(),
     "checkpoint": {"types", "apply", "torch"},
-    "choice": {"types", "policy", "graph", "measure", "apply", "drift", "feedback", "update", "torch"},
+    "choice": {"types", "budget", "policy", "graph", "measure", "apply", "drift", "feedback", "update", "torch"},
     "session": LEFT | {"torch", "safetensors"},
-    "recipes": {"policy", "schedule", "score", "solve", "units", "measure", "roofline", "types"},
+    "recipes": {"policy", "budget", "schedule", "score", "solve", "units", "measure", "roofline", "types"},
     "models": {"torch", "safetensors"},
     "data": {"models", "torch", "sklearn"},
     "report": {"types", "runlog", "rich"},
