@@ -23,6 +23,7 @@ test: $(STAMP)
 
 bench-quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/solver.py --quick
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/budget.py --quick
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

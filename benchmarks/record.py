@@ -34,6 +34,11 @@ def load(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
     return list(old["cells"])
 
 
+def cells(path: Path) -> list[dict[str, Any]]:
+    """The cells of some results, whatever their setting."""
+    return list(json.loads(path.read_text())["cells"])
+
+
 def save(path: Path, setting: dict[str, Any], cells: list[dict[str, Any]], table: str) -> None:
     """Write both files aside, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
