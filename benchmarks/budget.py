@@ -33,6 +33,7 @@ import nets
 import numpy as np
 import record
 import torch
+from training import clock
 
 from pliant import Policy, Session, Unit, measure, recipes, schedule, units
 from pliant.apply import Norms, apply_, sandbox
@@ -56,10 +57,7 @@ class Step:
         self.params, self.norms = trainable(model), Norms(model, "chosen")
 
     def clock(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
-            return time.perf_counter()
-        return time.thread_time()
+        return clock("cuda" if self.cuda else "cpu")
 
     def choose(self, chosen: set[str]) -> None:
         apply_(self.params, self.optimizer, chosen)

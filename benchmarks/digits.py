@@ -23,7 +23,6 @@ import argparse
 import copy
 import json
 import statistics
-import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -32,6 +31,7 @@ from typing import Any
 import record
 import torch
 import torch.nn.functional as F
+from training import accuracy, clock
 
 from pliant import Policy, Session, data, measure, recipes, schedule
 from pliant.models import efficientnet_lite0
@@ -58,25 +58,6 @@ CLIP = 1.0  # without it, training with norms on running statistics diverges at 
 def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     images, labels = batch
     return F.cross_entropy(model(images), labels)
-
-
-def accuracy(model: torch.nn.Module, split: data.Split) -> float:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    with torch.inference_mode():
-        hits = sum(
-            int((model(x).argmax(1) == y).sum()) for x, y in zip(split.images.split(50), split.labels.split(50), strict=True)
-        )
-    for module, mode in modes:
-        module.training = mode
-    return hits / len(split)
-
-
-def clock(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.thread_time()
 
 
 def cell(name: str, digits: data.Digits, lr: float, seed: int, setting: dict[str, Any]) -> dict[str, Any]:

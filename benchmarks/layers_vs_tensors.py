@@ -19,7 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import packed
 import record
 import torch
 from safetensors.torch import load_file
+from training import accuracy, clock
 
 from pliant import Policy, Session, data, recipes, schedule
 
@@ -38,24 +38,6 @@ CLIP = 1.0
 def policy(method: str, time_share: float, epochs_between: int) -> Policy:
     when = schedule.every(epochs=epochs_between)
     return {"elastic_trainer": recipes.elastic_trainer, "elastic_layers": recipes.elastic_layers}[method](time_share, when=when)
-
-
-def accuracy(model: torch.nn.Module, split: data.Split) -> float:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    with torch.inference_mode():
-        pairs = zip(split.images.split(100), split.labels.split(100), strict=True)
-        hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in pairs)
-    for module, mode in modes:
-        module.training = mode
-    return hits / len(split)
-
-
-def clock(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.thread_time()
 
 
 def cell(

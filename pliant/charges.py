@@ -233,7 +233,7 @@ def _gradient_macs(node: Node, waiting: str | int) -> int:
     """MACs of the gradient that one parameter or node behind waits for."""
     if node.macs and node.inputs.index(waiting) != BIAS.get(node.op):
         return node.macs
-    return node.outputs if isinstance(waiting, str) or "Norm" in node.op else 0
+    return node.outputs if isinstance(waiting, str) or node.is_norm else 0
 
 
 def split(joint: float, alone: Sequence[float | None]) -> tuple[list[float], float]:

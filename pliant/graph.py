@@ -48,6 +48,10 @@ class Node:
     recomputes: bool = False
     saves: tuple[tuple[int, int, int | None], ...] = ()
 
+    @property
+    def is_norm(self) -> bool:
+        return "Norm" in self.op
+
     @cached_property
     def params(self) -> tuple[str, ...]:
         """The parameters that it computes a gradient for."""
@@ -213,7 +217,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
 
 def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
     """Whether a node has a matrix to train and no MACs, and is not known to have none."""
-    cheap = node.carrier or node.macs or node.op in _CHEAP or "Norm" in node.op
+    cheap = node.carrier or node.macs or node.op in _CHEAP or node.is_norm
     return not cheap and any(params[name].dim() > 1 for name in node.params)
 
 

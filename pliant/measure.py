@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from pliant import batches, charges
-from pliant.apply import NormRule, Norms, hide_step_, sandbox, scratch
+from pliant.apply import NormRule, Norms, sandbox
 from pliant.charges import Sizes, Times
 from pliant.clock import device_name
-from pliant.graph import Loss, compute_loss, read, trainable
+from pliant.graph import Graph, Loss, compute_loss, read, trainable
 from pliant.memory import Live, storage
 from pliant.passes import Passes
 from pliant.roofline import Peaks, roof_seconds
@@ -39,13 +39,7 @@ def counted(
     grouped and depthwise ones too. A bias, a norm's scale or an embedding costs one per element of the output; activations
     are free.
     """
-    update = update or Update()
-    params = trainable(model)
-    with sandbox(model):
-        Norms(model, norm).hold_(params, params)
-        graph = read(model, loss, batch)
-    sizes = Sizes.counted(graph, optimizer_sizes(optimizer, params)["state"], norms_move=norm == "chosen")
-    return charges.profile(graph, Times.none(graph), sizes, _taken(origin(model, batch, update, norm)), update.accumulate)
+    return _from_shapes(model, optimizer, loss, batch, lambda graph, _: Times.none(graph), {}, update, norm)
 
 
 def timed(
@@ -97,28 +91,38 @@ def modelled(peaks: Peaks, launch: float = 5e-6) -> Callable[..., Profile]:
     The optimizer reads and writes each chosen parameter, its gradient and its state once.
     """
 
-    def cost(
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Loss,
-        batch: Any,
-        *,
-        update: Update | None = None,
-        norm: NormRule = "chosen",
-    ) -> Profile:
-        update = update or Update()
-        params = trainable(model)
-        with sandbox(model):
-            Norms(model, norm).hold_(params, params)
-            graph = read(model, loss, batch)
-        sizes = Sizes.counted(graph, optimizer_sizes(optimizer, params)["state"], norms_move=norm == "chosen")
-        times = charges.modelled(graph, lambda macs, moved: roof_seconds(macs, moved, peaks, launch))
+    def times(graph: Graph, sizes: Sizes) -> Times:
+        found = charges.modelled(graph, lambda macs, moved: roof_seconds(macs, moved, peaks, launch))
         held = sum(sizes.state.values()) / max(sum(graph.params.values()), 1)
-        times = replace(times, per_tensor=launch, per_byte=(3 + 2 * held) / peaks.bandwidth)
-        where = {**origin(model, batch, update, norm), "device": f"modelled: {peaks.device}", "threads": peaks.threads}
-        return charges.profile(graph, times, sizes, _taken(where), update.accumulate)
+        return replace(found, per_tensor=launch, per_byte=(3 + 2 * held) / peaks.bandwidth)
+
+    there = {"device": f"modelled: {peaks.device}", "threads": peaks.threads}
+
+    def cost(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
+        return _from_shapes(model, optimizer, loss, batch, times, there, **how)
 
     return cost
+
+
+def _from_shapes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    times: Callable[[Graph, Sizes], Times],
+    there: Mapping[str, Any],
+    update: Update | None = None,
+    norm: NormRule = "chosen",
+) -> Profile:
+    """A profile without a measurement: the graph of one real batch, priced. `there` is what differs from here."""
+    update = update or Update()
+    params = trainable(model)
+    with sandbox(model):
+        Norms(model, norm).hold_(params, params)
+        graph = read(model, loss, batch)
+    sizes = Sizes.counted(graph, optimizer_sizes(optimizer, params)["state"], norms_move=norm == "chosen")
+    where = _taken({**origin(model, batch, update, norm), **there})
+    return charges.profile(graph, times(graph, sizes), sizes, where, update.accumulate)
 
 
 def origin(model: nn.Module, batch: Any, update: Update | None = None, norm: NormRule = "chosen") -> dict[str, Any]:
@@ -166,26 +170,4 @@ def peak_bytes(
     update = (update or Update()).apart()
     params = trainable(model)
     with sandbox(model):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [param for param in params.values() if id(param) in held]
-        like, copies = scratch(optimizer, mine)
-        hide_step_(like)
-        live = Live(mine[0].device)
-
-        def step() -> None:
-            update.backward(compute_loss(model, loss, batch), list(params.values()))
-            for param, copy in zip(mine, copies, strict=True):
-                copy.grad, param.grad = param.grad, None
-            update.step(like)
-            for copy in copies:
-                copy.grad = None
-
-        with live:
-            live.forget()
-            with torch.no_grad():
-                loss(model, batch)
-            alone = live.peak
-            step()  # makes the optimizer's state
-            live.forget()
-            step()
-            return live.peak, alone
+        return Trial(model, optimizer, loss, batch, params, Norms(model, "as-is"), update).peak()

@@ -44,10 +44,6 @@ class Passes:
         self._bound: str | None = None  # on CUDA: what a step waits for
         self._issue_seconds = 0.03
 
-    def _forward(self, chosen: Sequence[str]) -> torch.Tensor:
-        self.norms.hold_(self.params, chosen)
-        return compute_loss(self.model, self.loss, self.batch)
-
     def _norms_move(self) -> bool:
         """Whether the mode of some norm hangs on the choice."""
         modes = []
@@ -103,7 +99,7 @@ class Passes:
 
     def _norm_shares(self, extra: float) -> dict[int, float]:
         """What each norm with statistics adds to the forward pass when it moves them, by the size of its output."""
-        outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if "BatchNorm" in n.op or ("Norm" in n.op and n.params)}
+        outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if "BatchNorm" in n.op or (n.is_norm and n.params)}
         total = sum(outputs.values())
         return {i: extra * size / total for i, size in outputs.items()} if extra and total else {}
 
@@ -122,7 +118,7 @@ class Passes:
         On CUDA a node takes what the GPU needs for it or what the CPU needs to issue it, whichever is more. The first is
         measured behind a queue of work, so that the GPU never waits. One that is far below the other is not measured again.
         """
-        inputs = [*(_roots(self.graph, live) if roots else ()), *(self.params[name] for name in ask)]
+        inputs = self._asked(live, ask, roots)
         if not inputs:
             return np.zeros(len(live))
         if not self.watch.cuda:
@@ -142,6 +138,9 @@ class Passes:
                 self._bound = "gpu"
         return np.maximum(issued, computed)
 
+    def _asked(self, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[Any]:
+        return [*(_roots(self.graph, live) if roots else ()), *(self.params[name] for name in ask)]
+
     # ------------------------------------------------------------ bytes
 
     def sizes(self) -> Sizes:
@@ -151,21 +150,17 @@ class Passes:
         with meter, torch.no_grad():
             self.loss(self.model, self.batch)
         alone = meter.peak
-        value = self._forward(self.used)
-        live = walk(value)
+        value, live, _ = self._run(self.used)
         everything = self._node_bytes(value, live, self.used, roots=False)
         inputs = self._node_bytes(value, live, [], roots=True)
         return Sizes(inputs, everything, {}, inference=alone, norms_move=self._norms_move())
 
     def _node_bytes(self, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[int]:
-        inputs = [*(_roots(self.graph, live) if roots else ()), *(self.params[name] for name in ask)]
+        inputs = self._asked(live, ask, roots)
         rise, gradients, seen = [0] * len(live), 0, set()
         if not inputs:
             return rise
         meter = Live(self.device)
-
-        def before(i: int) -> None:
-            meter.forget()
 
         def after(i: int) -> None:
             nonlocal gradients
@@ -175,7 +170,7 @@ class Passes:
             rise[i] = max(meter.peak - gradients, 0)
 
         with meter:
-            _hooked(value, inputs, live, before, after)
+            _hooked(value, inputs, live, lambda _: meter.forget(), after)
         return rise
 
 

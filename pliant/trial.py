@@ -16,7 +16,7 @@ from pliant import charges
 from pliant.apply import Norms, hide_step_, scratch, scratch_step
 from pliant.charges import Array, Sizes, Times
 from pliant.clock import Watch
-from pliant.graph import Graph, Loss, Node, compute_loss
+from pliant.graph import Graph, Loss, compute_loss
 from pliant.memory import Live
 from pliant.types import Cost, Part, Profile, Unit
 from pliant.update import Update
@@ -46,7 +46,8 @@ class Trial:
         self._like: torch.optim.Optimizer | None = None
         copies: list[nn.Parameter] = []
         if self.mine:
-            self._like, copies = _with_state(self.optimizer, list(self.mine.values()))
+            self._like, copies = scratch(self.optimizer, list(self.mine.values()))
+            hide_step_(self._like)
         self._copies = dict(zip(self.mine, copies, strict=True))
 
     def step(self, chosen: Collection[str]) -> float:
@@ -68,10 +69,27 @@ class Trial:
         if self._like is not None:
             self.update.step(self._like)
 
+    def peak(self) -> tuple[int, int]:
+        """Peak live bytes of a step that trains what is trainable now, and of the forward pass alone."""
+        chosen = [name for name, param in self.params.items() if param.requires_grad]
+        live = Live(next(iter(self.params.values())).device)
+        with live:
+            live.forget()
+            with torch.no_grad():
+                self.loss(self.model, self.batch)
+            alone = live.peak
+            self.step(chosen)  # makes the optimizer's state
+            live.forget()
+            self.step(chosen)
+            return live.peak, alone
+
     # ------------------------------------------------------------ the optimizer
 
     def update_seconds(self, repeats: int) -> tuple[float, float, float]:
-        """Seconds of clipping and stepping: fixed, per tensor and per byte, from steps over three sets of parameters."""
+        """Seconds of clipping and stepping: fixed, per tensor and per byte, from steps over three sets of parameters.
+
+        The first step of each, which makes the optimizer's state, does not count.
+        """
         by_size = sorted(self.mine, key=lambda name: self.mine[name].numel())
         if self._like is None:
             return 0.0, 0.0, 0.0
@@ -141,7 +159,7 @@ def _rungs(graph: Graph, draft: Profile) -> list[set[str]]:
         range(len(near)), (low + high) / 2, key=lambda n: draft.cost([_unit(head | set(near[: n + 1]))]).seconds
     )
     half = head | set(near[: middle + 1])
-    deepest = next((name for name in reversed(near) if "Norm" not in graph.nodes[order[name]].op), near[-1])
+    deepest = next((name for name in reversed(near) if not graph.nodes[order[name]].is_norm), near[-1])
     rungs: list[set[str]] = []
     for rung in (head, head | {deepest}, half, everything):
         if rung and rung not in rungs:
@@ -151,7 +169,7 @@ def _rungs(graph: Graph, draft: Profile) -> list[set[str]]:
 
 def _parts(graph: Graph, profile: Profile, times: Times, rung: Collection[str]) -> list[float]:
     """Seconds of a step by part: forward, input gradients, parameters' gradients, optimizer, norms; and the nodes that run."""
-    norms = {name for node in graph.nodes if _is_norm(node) for name in node.params}
+    norms = {name for node in graph.nodes if node.is_norm for name in node.params}
     parts = [times.forward, 0.0, 0.0, times.fixed, 0.0, 0.0]
     for charge in profile.due([_unit(rung)]):
         kind = {"dW": 4 if norms.issuperset(charge.params) else 2, "optimizer": 3}.get(charge.kind, 1)
@@ -182,13 +200,9 @@ def _least_squares(rows: Array, values: Array) -> Array:
     return np.array(nnls(rows / size, values)[0]) / size
 
 
-def _is_norm(node: Node) -> bool:
-    return "Norm" in node.op
-
-
 def _rescaled(graph: Graph, times: Times, scales: Array) -> Times:
     forward, inputs, params, update, norms, unseen = (float(scale) for scale in scales)
-    by_node = np.array([norms if _is_norm(node) else params for node in graph.nodes])
+    by_node = np.array([norms if node.is_norm else params for node in graph.nodes])
     return Times(
         times.inputs * inputs + (times.everything - times.inputs) * by_node,
         times.inputs * inputs,
@@ -227,7 +241,6 @@ def _with_state(
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """A scratch optimizer that has taken a step."""
     like, copies = scratch(optimizer, params)
-    hide_step_(like)
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
     scratch_step(like)

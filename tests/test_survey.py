@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def test_models_go_by_name_or_by_factory(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.fixture
-def toy_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def toy_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     (tmp_path / "toy_net.py").write_text(
         "from torch import nn\n"
         "def images():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))\n"
@@ -136,15 +137,14 @@ def toy_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLIANT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("pliant.survey.peaks", lambda device, dtype: TOY)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)  # the command sets them
 
 
 @pytest.mark.usefixtures("toy_model")
 def test_the_command_prints_a_table_and_a_roof_and_draws_it(tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    try:
-        done = CliRunner().invoke(app, ["profile", "toy_net:images", "--batch", "2", "--size", "8", "--svg", "roof.svg"])
-    finally:
-        torch.set_num_threads(threads)
+    done = CliRunner().invoke(app, ["profile", "toy_net:images", "--batch", "2", "--size", "8", "--svg", "roof.svg"])
     assert done.exit_code == 0, done.output
     assert "FLOP/B" in done.output and "GFLOP/s" in done.output
     assert (tmp_path / "roof.svg").read_text().startswith("<svg")
@@ -152,11 +152,7 @@ def test_the_command_prints_a_table_and_a_roof_and_draws_it(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("toy_model")
 def test_the_command_takes_token_ids_and_speaks_json() -> None:
-    threads = torch.get_num_threads()
-    try:
-        done = CliRunner().invoke(app, ["profile", "toy_net:words", "--shape", "7", "--ids", "20", "--json", "--tensors"])
-    finally:
-        torch.set_num_threads(threads)
+    done = CliRunner().invoke(app, ["profile", "toy_net:words", "--shape", "7", "--ids", "20", "--json", "--tensors"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.output)
     assert {unit["name"] for unit in told["units"]} == {"0.weight", "1.weight", "1.bias"}
