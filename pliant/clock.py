@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -136,3 +138,64 @@ class Pace:
         self._opened, self._before = self._now(), state["elapsed"]
         self._first, self.spent = state["first"], dict(state["spent"])
         self._correcting, self._last_correction, self._corrections = state["correcting"]
+
+
+class Laps:
+    """What steps take. Moments are marked at once and read later, since reading waits for the device."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._begun: Any = None
+        self._last: deque[tuple[Any, Any]] = deque(maxlen=100)  # of this round
+        self._untaken: list[tuple[Any, Any] | float] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a lap began that has not ended."""
+        return self._begun is not None
+
+    def begin(self) -> None:
+        self._begun = self.watch.mark()
+
+    def drop(self) -> None:
+        """The lap that runs does not count."""
+        self._begun = None
+
+    def end(self) -> Callable[[], float]:
+        """The lap counts; what comes back reads its seconds."""
+        span = self._begun, self.watch.mark()
+        self._begun = None
+        self._last.append(span)
+        self._untaken.append(span)
+        return partial(self.seconds, span)
+
+    def seconds(self, span: tuple[Any, Any]) -> float:
+        """Between two marks, as soon as the device has reached them."""
+        self.watch.settle()
+        return self.watch.seconds(*span)
+
+    def median(self) -> float | None:
+        """Of this round's last hundred laps; None before the first."""
+        taken = sorted(self.seconds(span) for span in self._last)
+        return taken[len(taken) // 2] if taken else None
+
+    def new_round(self) -> None:
+        self._last.clear()
+
+    @property
+    def untaken(self) -> int:
+        return len(self._untaken)
+
+    def peek(self) -> list[float]:
+        """The laps that nobody has taken yet."""
+        return [lap if isinstance(lap, float) else self.seconds(lap) for lap in self._untaken]
+
+    def take(self) -> list[float]:
+        """The same, and now they are taken."""
+        laps = self.peek()
+        self._untaken.clear()
+        return laps
+
+    def load(self, laps: Sequence[float]) -> None:
+        """Go on with what `peek` told elsewhere."""
+        self._begun, self._untaken = None, list(laps)

@@ -171,7 +171,7 @@ def show(console: Console, outcomes: list[Outcome]) -> None:
     for o in outcomes:
         console.print(f"{o.name} trained {o.chosen}", markup=False, highlight=False)
     console.print(
-        "Total time holds measuring (about ten full steps, once) and choosing; longer runs earn it back. So few steps leave "
+        "Total time holds measuring (about twelve full steps, once) and choosing; longer runs earn it back. So few steps leave "
         "the norms of full training unsettled, which costs it accuracy here; benchmarks/digits.py compares more fairly.",
         highlight=False,
     )

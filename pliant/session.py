@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,7 +17,7 @@ from pliant import __version__, batches, checkpoint, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
 from pliant.budget import Budget, Progress
 from pliant.choice import Choice
-from pliant.clock import Pace, Watch
+from pliant.clock import Laps, Pace, Watch
 from pliant.drift import Drift
 from pliant.engine import Work, pick
 from pliant.feedback import Feedback, Round
@@ -99,18 +98,15 @@ class Session:
                 f"Remove it."
             )
         self._optimizer = optimizer
-        self._begun: Any = None  # the mark at which a step began that is not counted yet
         self._ours = False  # whether `step` takes it, and not the caller
         self._found = found(model)
         self._norms = Norms(model, norm)
         self._undo = Undo(model, optimizer) if undo else None
-        self._watch = Watch(next(iter(self._params.values())).device)
+        self._laps = Laps(Watch(next(iter(self._params.values())).device))
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
         self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct)
         self._step = self._micro = 0
         self._log = RunLog(log)
-        self._seconds: deque[tuple[Any, Any]] = deque(maxlen=100)
-        self._unseen: list[tuple[Any, Any] | float] = []  # steps that the closed loop has not looked at yet
         self._pace = Pace()
         self._told = ""  # the last reason why a budget is out of reach
         self._closed = False
@@ -156,14 +152,13 @@ class Session:
     @property
     def measured_seconds(self) -> float | None:
         """The median of this round's last hundred steps, by this device's clock; None before its first step."""
-        taken = sorted(self._elapsed(span) for span in self._seconds)
-        return taken[len(taken) // 2] if taken else None
+        return self._laps.median()
 
     @property
     def rounds(self) -> tuple[Round, ...]:
         """What was asked, predicted and measured, for every selection of the run."""
         so_far = Feedback.of(self._choice.feedback.state())
-        so_far.see(self._unseen_seconds(), self._choice.asked_seconds(self.progress))
+        so_far.see(self._laps.peek(), self._choice.asked_seconds(self.progress))
         return tuple(so_far.rounds)
 
     @property
@@ -226,7 +221,7 @@ class Session:
                 self._count_step(value)
         except BaseException:
             if self._micro == 0:
-                self._begun = None  # a step that failed does not count
+                self._laps.drop()  # a step that failed does not count
             raise
         finally:
             self._ours = False
@@ -237,7 +232,7 @@ class Session:
         self._check_open()
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
-        if self._begun is not None:
+        if self._laps.is_running:
             self._count_step()  # every call stands for a step, also where the caller's scaler skipped it
         batches.check_not_empty(batch)
         try:
@@ -245,11 +240,11 @@ class Session:
                 with self._pace.not_training("profiling"):
                     self._choice.look(self.model, self._optimizer, self.loss, batch, self.update, self._norms.rule)
                 self._log_start()
-            due, looked = self._choice.is_due(self.progress), len(self._unseen) >= _LOOK_EVERY
-            if looked or (due and len(self._unseen) >= _LOOK_EVERY // 2):
+            due, looked = self._choice.is_due(self.progress), self._laps.untaken >= _LOOK_EVERY
+            if looked or (due and self._laps.untaken >= _LOOK_EVERY // 2):
                 self._look_at_steps()
             if due:
-                self._watch.settle()  # to wait for steps that still run is not choosing
+                self._laps.watch.settle()  # to wait for steps that still run is not choosing
             with self._pace.not_training("choosing"):
                 self._choose(batch, looked)
         except BaseException:
@@ -258,7 +253,7 @@ class Session:
             raise
         check_in_groups(self._params, self._optimizer, self.selection.params)
         self._norms.hold_(self._params, self.selection.params)
-        self._begun = self._watch.mark()
+        self._laps.begin()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -298,15 +293,12 @@ class Session:
 
     def _on_optimizer_step(self, *_: Any) -> None:
         """Hangs on the optimizer: sees the end of a step that the caller takes."""
-        if self._begun is not None and not self._ours:
+        if self._laps.is_running and not self._ours:
             self._count_step()
 
     def _count_step(self, value: torch.Tensor | None = None) -> None:
         self._step += 1
-        self._seconds.append((self._begun, self._watch.mark()))
-        self._unseen.append(self._seconds[-1])
-        self._begun = None
-        self._log.step(self._step, self._round, value, partial(self._elapsed, self._seconds[-1]))
+        self._log.step(self._step, self._round, value, self._laps.end())
         if self.policy.when.watches and self._step % Drift.every == 0:
             self._choice.drift.see(score.watch(self._params, self.selection.units))
 
@@ -314,12 +306,12 @@ class Session:
 
     def _choose(self, batch: Any, looked: bool) -> None:
         """Ask for the next selection and apply it; a probe that fails leaves the one in force."""
-        start = self._watch.mark()
+        start = self._laps.watch.mark()
         if self._choice.is_off(self.progress, self._choice.correct and looked and self._pace.may_correct):
             with self._pace.correcting():
                 selection = self._choice.again(self.progress)
                 if selection is not None:
-                    self._use(selection, (start, self._watch.mark()))
+                    self._use(selection, (start, self._laps.watch.mark()))
         try:
             selection = self._choice.next(self.progress, partial(self._probe, batch))
         except ProbeError as error:
@@ -328,16 +320,11 @@ class Session:
             self._note(f"probe skipped: {error}")
             return
         if selection is not None:
-            self._use(selection, (start, self._watch.mark()))
-
-    def _unseen_seconds(self) -> list[float]:
-        return [step if isinstance(step, float) else self._elapsed(step) for step in self._unseen]
+            self._use(selection, (start, self._laps.watch.mark()))
 
     def _look_at_steps(self) -> None:
         """Let the closed loop see what the last steps took."""
-        seconds = self._unseen_seconds()
-        self._unseen.clear()
-        self._choice.measured(seconds, self.progress)
+        self._choice.measured(self._laps.take(), self.progress)
         why = self._choice.out_of_reach
         if why is not None and why != self._told:
             self._told = why
@@ -364,8 +351,8 @@ class Session:
         measured = self.measured_seconds
         apply_(self._params, self._optimizer, selection.params, self.policy.state)
         self._choice.take(selection, replace(self.progress, round=selection.round))
-        self._seconds.clear()
-        self._log.write("round", **selection.to_json(), choosing_seconds=self._elapsed(took), measured_before=measured)
+        self._laps.new_round()
+        self._log.write("round", **selection.to_json(), choosing_seconds=self._laps.seconds(took), measured_before=measured)
 
     def _log_start(self) -> None:
         self._log.write(
@@ -382,10 +369,6 @@ class Session:
             units={unit.name: list(unit.params) for unit in self.units},
         )
 
-    def _elapsed(self, span: tuple[Any, Any]) -> float:
-        self._watch.settle()
-        return self._watch.seconds(*span)
-
     def _note(self, text: str) -> None:
         self._log.write("note", step=self._step, text=text)
 
@@ -400,13 +383,13 @@ class Session:
             raise RuntimeError(
                 f"{self._micro} of {self.update.accumulate} batches of this step are in: save between optimizer steps."
             )
-        if self._begun is not None:  # a step that the caller's scaler skipped
+        if self._laps.is_running:  # a step that the caller's scaler skipped
             self._count_step()
         return {
-            "format": "pliant.session/1",
+            "format": "pliant.session/2",
             "step": self._step,
             "pace": self._pace.state(),
-            "unseen": self._unseen_seconds(),
+            "unseen": self._laps.peek(),
             **self._choice.state(),
             "undo": self._undo.state() if self._undo is not None else None,
         }
@@ -415,10 +398,10 @@ class Session:
         """Go on from a saved state: same values, same selection, same measurements, and the budget that was saved."""
         self._check_open()
         self._check_state(state)
-        self._step, self._micro, self._begun = state["step"], 0, None
+        self._step, self._micro = state["step"], 0
         self._pace.load(state["pace"])
         self._choice.load(state, self.progress)
-        self._unseen = list(state["unseen"])
+        self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:
             self._undo.load(state["undo"])
         if self._choice.selection is not None:
@@ -427,7 +410,7 @@ class Session:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit before anything is changed."""
-        if state.get("format") != "pliant.session/1":
+        if state.get("format") != "pliant.session/2":
             raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
         if state["policy"] != self.policy.name:
             raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")
@@ -469,7 +452,8 @@ class Session:
         """Weights, buffers and optimizer state as they were at the start. The session goes on from there."""
         self._undoable().rollback_(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
-        self._micro, self._begun = 0, None
+        self._micro = 0
+        self._laps.drop()
         self._note("rolled back to the start")
 
     def _undoable(self) -> Undo:

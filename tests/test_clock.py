@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from pliant.clock import Pace, Watch, device_name
+from pliant.clock import Laps, Pace, Watch, device_name
 
 CPU = torch.device("cpu")
 
@@ -195,3 +195,55 @@ def test_a_system_that_hides_its_processor_still_names_the_machine(monkeypatch: 
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     monkeypatch.setattr("platform.processor", lambda: "")
     assert device_name(CPU) == "cpu: riscv64"
+
+
+# ---------------------------------------------------------------- laps
+
+
+class _Hand:
+    """A watch that we wind ourselves, and that tells whether it was waited for."""
+
+    def __init__(self) -> None:
+        self.now, self.waited = 0.0, 0
+
+    def mark(self) -> float:
+        return self.now
+
+    def settle(self) -> None:
+        self.waited += 1
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+def ran(laps: Laps, hand: _Hand, *seconds: float) -> None:
+    for s in seconds:
+        laps.begin()
+        hand.now += s
+        laps.end()
+
+
+def test_laps_are_read_when_they_are_asked_for_and_taken_once() -> None:
+    hand = _Hand()
+    laps = Laps(hand)  # type: ignore[arg-type]
+    ran(laps, hand, 1.0, 3.0, 2.0)
+    assert hand.waited == 0, "marking waits for nothing"
+    assert laps.peek() == laps.peek() == [1.0, 3.0, 2.0]
+    assert (laps.median(), laps.untaken) == (2.0, 3)
+    assert laps.take() == [1.0, 3.0, 2.0] and laps.take() == []
+    laps.new_round()
+    assert laps.median() is None
+
+
+def test_a_lap_that_is_dropped_does_not_count_and_saved_ones_go_on() -> None:
+    hand = _Hand()
+    laps = Laps(hand)  # type: ignore[arg-type]
+    laps.begin()
+    assert laps.is_running
+    laps.drop()
+    assert not laps.is_running and laps.untaken == 0
+    ran(laps, hand, 1.0)
+    later = Laps(hand)  # type: ignore[arg-type]
+    later.load(laps.peek())
+    ran(later, hand, 2.0)
+    assert later.take() == [1.0, 2.0]
