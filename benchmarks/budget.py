@@ -11,8 +11,9 @@ with the closed loop, and a long run of `recipes.pliant` at its default schedule
     optimizer.zero_grad(); loss(model, batch).backward(); optimizer.step()
 
 CPU: CPU time of one thread. A selection and a full step take turns; the fastest of each count, and errors are errors of their
-ratio. In runs, every fourth step is followed by a full step of a twin, and means count. GPU: synchronised wall time, absolute;
-medians for selections, means for runs. Bytes: every tensor followed (CPU), the allocator (GPU); beyond parameters and batch.
+ratio. In runs, every twelve steps are followed by full steps of a twin, the first of them not counted (it finds none of its
+weights in the caches), and means count. GPU: synchronised wall time, absolute; medians for selections, means for runs.
+Bytes: every tensor followed (CPU), the allocator (GPU); beyond parameters and batch.
 """
 
 from __future__ import annotations
@@ -136,9 +137,9 @@ def asked_and_measured(step: Step, policy: Policy, steps: int) -> dict[str, Any]
     with Session(step.model, step.optimizer, nets.loss, policy) as session:
         for n in range(steps):
             session.step(step.batch)
-            if n % 4 == 0:
+            if n % 12 == 11:
                 start = time.monotonic()
-                full.append(twin())
+                full += [twin() for _ in range(4)][1:]
                 aside += time.monotonic() - start
         rounds, spent = session.rounds, session.spent
         predicted = session.profile.full.seconds

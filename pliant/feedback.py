@@ -8,8 +8,8 @@ from statistics import fmean, median
 from typing import Any
 
 _WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
-_PAY_BACK = 50  # steps over which seconds that were saved or overspent are spread
-_MOST = 0.1  # of what was asked: so far a step may go beyond it to pay back
+_PAY_BACK = 10  # steps over which seconds that were saved or overspent are spread
+_LEAST, _MOST = 0.5, 2.0  # of what was asked: a step goes no further to pay back. Where choices lie far apart, they alternate
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
 
 
@@ -74,7 +74,7 @@ class Feedback:
 
     def target(self, asked: float) -> float:
         """What a step should take from now on."""
-        return asked + max(-_MOST * asked, min(self.debt / _PAY_BACK, _MOST * asked))
+        return max(_LEAST * asked, min(asked + self.debt / _PAY_BACK, _MOST * asked))
 
     def correction(self, asked: float) -> float:
         """What to plan for, over what was asked."""

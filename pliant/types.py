@@ -199,7 +199,7 @@ class Profile:
         due = [False] * len(self.charges)
         for i in range(len(self.charges) - 1, -1, -1):
             charge = self.charges[i]
-            due[i] = any(p in chosen for p in charge.params) or any(due[j] for j in charge.via)
+            due[i] = not chosen.isdisjoint(charge.params) or any(map(due.__getitem__, charge.via))
         return [charge for charge, is_due in zip(self.charges, due, strict=True) if is_due]
 
     @cached_property

@@ -21,7 +21,7 @@ from zoo import sgd
 
 from pliant import Budget, BudgetError, Policy, Profile, Progress, Session, plan, recipes, schedule, score, solve, units, within
 from pliant.clock import Pace
-from pliant.types import Selection
+from pliant.types import Part, Selection, Unit
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Open = Callable[..., Session]
@@ -144,6 +144,20 @@ def test_a_device_that_turns_slow_in_the_middle_is_followed(start: Open, device:
         assert device.now / 300 == pytest.approx(0.5 * session.profile.full.seconds, rel=0.03)
 
 
+@pytest.mark.parametrize("speed", [FAST, 1.0, 1.1])
+@pytest.mark.parametrize("between", [0.2, 0.5, 0.8])
+def test_where_choices_lie_far_apart_they_alternate(between: float, speed: float, start: Open, device: Device) -> None:
+    torch.manual_seed(0)
+    coarse = nn.Sequential(nn.Linear(6, 60), nn.ReLU(), nn.Linear(60, 3))
+    profile = light(coarse, sgd(coarse), classify, STREAM[0])
+    head = Unit("head", (Part("2.weight"), Part("2.bias")))
+    least, most = speed * profile.cost([head]).seconds, speed * profile.full.seconds
+    device.speed, asked = speed, least + between * (most - least)
+    with start(last(asked / profile.full.seconds), coarse) as session:
+        assert len({selection.units for selection in train(session, 300)}) == 2
+        assert device.now / 300 == pytest.approx(asked, rel=0.03)
+
+
 def test_a_step_that_takes_what_was_asked_is_left_alone(start: Open) -> None:
     with start(last(0.5)) as session:
         train(session, 1)
@@ -225,7 +239,7 @@ def test_corrections_take_little_of_the_run(start: Open, device: Device, monkeyp
 
     monkeypatch.setattr("pliant.choice.plan", slow_plan)
     with start(last(0.5)) as session:
-        for k in range(25):
+        for k in range(60):
             device.speed = (SLOW, FAST)[k % 2]  # never as it was
             train(session, 10)
     assert len(shares) > 1
