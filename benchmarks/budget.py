@@ -44,7 +44,7 @@ ASKED = (0.4, 0.5, 0.7)
 QUICK = ("mobilenet_v2", "text_encoder")
 # Samples per step. On a GPU so many that it is busy with them, not with waiting for launches.
 CPU_BATCH = {"text_encoder": 4}
-GPU_BATCH = {"text_encoder": 384}
+GPU_BATCH = {"text_encoder": 384, "vit_tiny": 256, "mobilenet_v2, checkpointed": 384}
 # PyTorch cannot train a layer norm's shift without its scale on CUDA when it has more than 65,536 rows.
 BY_LAYER = ("convnext",)
 

@@ -12,7 +12,7 @@ from torch import nn
 from pliant.apply import NormRule, sandbox
 from pliant.budget import RESOURCES, Budget, Progress
 from pliant.drift import Drift, blend, mean
-from pliant.feedback import Feedback, Round
+from pliant.feedback import WITHIN, Feedback, Round
 from pliant.graph import Loss, read
 from pliant.measure import origin
 from pliant.policy import Policy, plan
@@ -20,6 +20,8 @@ from pliant.types import ProbeError, Profile, Selection, Unit
 from pliant.update import Update
 
 Probe = Callable[[int], dict[Unit, float]]
+
+_REMEMBERED = 8  # plans of a round
 
 
 class Choice:
@@ -38,6 +40,7 @@ class Choice:
         self._values: dict[Unit, float] = {}
         self._settled: dict[Unit, float] = {}  # the values of the last re-selection that had all its probes
         self._pending: Selection | None = None  # planned for a new budget, not yet in force
+        self._plans: list[Selection] = []  # of this round, so that going back and forth needs no solving
         self._last = Progress()
         self._collected: list[dict[Unit, float]] | None = None  # probes of a re-selection that is under way
 
@@ -91,11 +94,13 @@ class Choice:
         return self._budget_moved(now) or (asked is not None and self.feedback.is_off(asked))
 
     def again(self, now: Progress) -> Selection | None:
-        """Plan the same round anew; None where that changes nothing."""
+        """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked."""
         if self.selection is None:
             return None
-        selection = self._plan(replace(now, round=self.selection.round))
-        if selection.units != self.selection.units:
+        selection = self._known(now) or self._plan(replace(now, round=self.selection.round))
+        asked = self.asked_seconds(now) if self.correct else None
+        nearer = asked is None or self.feedback.is_nearer(selection.cost.seconds, asked)
+        if selection.units != self.selection.units and (nearer or self._budget_moved(now)):
             return selection
         self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
         return None
@@ -106,11 +111,11 @@ class Choice:
             return None
         return self.policy.budget.limits(self.profile.full, now).get("seconds")
 
-    def measured(self, seconds: Sequence[float], now: Progress) -> None:
-        """Steps of the selection in force took so long."""
+    def measured(self, seconds: Sequence[float], now: Progress, pause: float) -> None:
+        """Steps of the selection in force took so long; between two corrections so many seconds must pass."""
         given = self.policy.budget.time
         share = not isinstance(given(now) if callable(given) else given, str)
-        self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share)
+        self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share, pause=pause)
 
     @property
     def out_of_reach(self) -> str | None:
@@ -151,6 +156,7 @@ class Choice:
             if self.correct and budget.time is not None:
                 self._pending = plan(policy, self.profile, self._values, then, 1 / self.feedback.ratio)
         self.policy = policy
+        self._plans = []
         self.feedback.forget()
 
     @property
@@ -164,7 +170,29 @@ class Choice:
         if self.feedback.rounds:
             asked = self.asked_seconds(now)
             correction = self.feedback.correction(asked) if asked is not None and self.correct else 1.0
-        return plan(self.policy, self.profile, self._values, now, correction)
+        selection = plan(self.policy, self.profile, self._values, now, correction)
+        self._remember(selection)
+        return selection
+
+    def _remember(self, selection: Selection) -> None:
+        """Plans of this round, each with the widest limit that it was the answer to."""
+        same = [p for p in self._plans if p.round == selection.round and p.asked == selection.asked]
+        widest = max([selection, *(p for p in same if p.units == selection.units)], key=lambda p: p.limit.get("seconds", 0.0))
+        self._plans = [*(p for p in same if p.units != selection.units), widest][-_REMEMBERED:]
+
+    def _known(self, now: Progress) -> Selection | None:
+        """A plan of this round that serves what is to be planned for now: the best there is within its own limit is the best
+        within every limit down to its cost, and one that costs almost what it may is good enough."""
+        asked = self.asked_seconds(now)
+        if asked is None or self.profile is None or not self.correct:
+            return None
+        limits = self.policy.budget.limits(self.profile.full, now)
+        aim = asked * self.feedback.correction(asked)
+        for known in sorted(self._plans, key=lambda known: -known.cost.seconds):
+            limit, cost = known.limit["seconds"], known.cost.seconds
+            if known.asked == limits and cost <= aim and (aim <= limit or cost >= (1 - WITHIN) * aim):
+                return replace(known, step=now.step, limit={**known.limit, "seconds": aim})
+        return None
 
     def _budget_moved(self, now: Progress) -> bool:
         """Whether a budget that moves with progress has moved away from the one that was planned for."""
@@ -186,6 +214,7 @@ class Choice:
             "units": [unit.to_json() for unit in self.units],
             "profile": self.profile.to_json() if self.profile is not None else None,
             "selection": self.selection.to_json() if self.selection is not None else None,
+            "plans": [plan.to_json() for plan in self._plans],
             "pending": self._pending.to_json() if self._pending is not None else None,
             "values": {unit.name: value for unit, value in self._values.items()},
             "settled": {unit.name: value for unit, value in self._settled.items()},
@@ -204,6 +233,7 @@ class Choice:
         self.profile = Profile.from_json(state["profile"]) if state["profile"] else self.profile
         self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
         self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
+        self._plans = [Selection.from_json(plan) for plan in state["plans"]]
         self._values = {by_name[name]: value for name, value in state["values"].items()}
         self._settled = {by_name[name]: value for name, value in state["settled"].items()}
         collected = state["collected"]

@@ -84,7 +84,7 @@ class Pace:
         self._before = 0.0  # in sessions that this one goes on from
         self._first: float | None = None  # when training began
         self.spent = {"profiling": 0.0, "choosing": 0.0}
-        self._correcting = self._last_correction = 0.0
+        self._correcting = 0.0
         self._corrections = 0
 
     @property
@@ -110,15 +110,23 @@ class Pace:
         try:
             yield
         finally:
-            self._last_correction = self.elapsed - start
-            self._correcting += self._last_correction
+            self._correcting += self.elapsed - start
             self._corrections += 1
 
     @property
     def may_correct(self) -> bool:
-        """Whether another correction like the last one stays within what corrections may take."""
-        within = self._correcting + self._last_correction <= self._most_correcting * self.elapsed
-        return within or self._corrections < self._in_any_case
+        """Whether another correction stays within what corrections may take."""
+        return self._corrections < self._in_any_case or self._wait(1) <= 0
+
+    @property
+    def pause(self) -> float:
+        """Seconds that must pass between a correction now and the next one."""
+        return 0.0 if self._corrections + 1 < self._in_any_case else max(self._wait(2), 0.0)
+
+    def _wait(self, more: int) -> float:
+        """Seconds until so many more corrections, each like those so far, are within what they may take."""
+        each = self._correcting / max(self._corrections, 1)
+        return (self._correcting + more * each) / self._most_correcting - self.elapsed
 
     def aside(self, steps: int, mean_step: float | None) -> float:
         """Seconds that pass beside a step of `mean_step` seconds, on average."""
@@ -130,14 +138,14 @@ class Pace:
         return {
             "elapsed": self.elapsed,
             "spent": dict(self.spent),
-            "correcting": [self._correcting, self._last_correction, self._corrections],
+            "correcting": [self._correcting, self._corrections],
             "first": self._first,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._opened, self._before = self._now(), state["elapsed"]
         self._first, self.spent = state["first"], dict(state["spent"])
-        self._correcting, self._last_correction, self._corrections = state["correcting"]
+        self._correcting, self._corrections = state["correcting"]
 
 
 class Laps:

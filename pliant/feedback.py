@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean, median
 from typing import Any
 
-_WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
-_PAY_BACK = 10  # steps over which seconds that were saved or overspent are spread
+WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
+_PAY_BACK = (
+    10  # steps, or more where the next correction must wait longer, over which seconds that were saved or overspent are spread
+)
 _LEAST, _MOST = 0.5, 2.0  # of what was asked: a step goes no further to pay back. Where choices lie far apart, they alternate
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
 
@@ -47,6 +49,7 @@ class Feedback:
     ratio: float = 1.0  # measured over predicted, of late
     debt: float = 0.0  # seconds that were asked for and not taken; less than nothing: taken beyond
     recent: float | None = None  # seconds of a step, of late
+    horizon: float = _PAY_BACK  # steps within which the debt is to be paid back
     rounds: list[Round] = field(default_factory=list)
 
     def begin(self, round: Round) -> None:
@@ -54,8 +57,11 @@ class Feedback:
         self.rounds.append(round)
         self.recent = None
 
-    def see(self, seconds: Sequence[float], asked: float | None, pays: bool = True, share: bool = False) -> None:
-        """Steps of the selection in force. `pays`: what this one misses, later ones make up for.
+    def see(
+        self, seconds: Sequence[float], asked: float | None, pays: bool = True, share: bool = False, pause: float = 0.0
+    ) -> None:
+        """Steps of the selection in force. `pays`: what this one misses, later ones make up for. `pause`: the seconds that
+        must pass between two corrections.
 
         A `share` is one of a full step as fast as this device takes it undisturbed, so what disturbs steps is left out: all of
         them count as the quick ones among them do.
@@ -68,13 +74,14 @@ class Feedback:
             seen = middle / now.predicted
             self.ratio = seen if self.recent is None and len(self.rounds) == 1 else (self.ratio + seen) / 2
         self.recent = fmean(tame)
+        self.horizon = max(_PAY_BACK, pause / self.recent) if self.recent > 0 else _PAY_BACK
         now.seconds += sum(seconds)
         now.steps += len(seconds)
         self.debt = self.debt + sum(asked - s for s in tame) if asked is not None and pays else 0.0
 
     def target(self, asked: float) -> float:
         """What a step should take from now on."""
-        return max(_LEAST * asked, min(asked + self.debt / _PAY_BACK, _MOST * asked))
+        return max(_LEAST * asked, min(asked + self.debt / self.horizon, _MOST * asked))
 
     def correction(self, asked: float) -> float:
         """What to plan for, over what was asked."""
@@ -82,7 +89,12 @@ class Feedback:
 
     def is_off(self, asked: float) -> bool:
         """Whether steps take so much more or less than they should that planning again is worth it."""
-        return self.recent is not None and abs(self.recent - self.target(asked)) > _WITHIN * asked
+        return self.recent is not None and abs(self.recent - self.target(asked)) > WITHIN * asked
+
+    def is_nearer(self, predicted: float, asked: float) -> bool:
+        """Whether a step of which so much is predicted comes nearer to what it should take than steps do now."""
+        target = self.target(asked)
+        return self.recent is None or abs(predicted * self.ratio - target) < abs(self.recent - target)
 
     def forget(self) -> None:
         """Another budget: nothing is owed from the old one."""
@@ -100,4 +112,4 @@ class Feedback:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Feedback:
         rounds = [Round(**{f.name: saved[f.name] for f in fields(Round)}) for saved in state["rounds"]]
-        return cls(state["ratio"], state["debt"], state["recent"], rounds)
+        return cls(state["ratio"], state["debt"], state["recent"], state["horizon"], rounds)

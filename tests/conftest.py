@@ -16,7 +16,7 @@ def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | Non
 def open_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices hang on the clock where measured steps correct them: only the tests of that loop (`closed_loop`) let them."""
     if "closed_loop" not in request.fixturenames:
-        monkeypatch.setattr("pliant.choice.Choice.measured", lambda choice, seconds, now: None)
+        monkeypatch.setattr("pliant.choice.Choice.measured", lambda choice, seconds, now, pause: None)
 
 
 @pytest.fixture

@@ -146,16 +146,37 @@ def test_a_device_that_turns_slow_in_the_middle_is_followed(start: Open, device:
 
 @pytest.mark.parametrize("speed", [FAST, 1.0, 1.1])
 @pytest.mark.parametrize("between", [0.2, 0.5, 0.8])
-def test_where_choices_lie_far_apart_they_alternate(between: float, speed: float, start: Open, device: Device) -> None:
+def test_where_choices_lie_far_apart_they_alternate(
+    between: float, speed: float, start: Open, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     coarse = nn.Sequential(nn.Linear(6, 60), nn.ReLU(), nn.Linear(60, 3))
     profile = light(coarse, sgd(coarse), classify, STREAM[0])
     head = Unit("head", (Part("2.weight"), Part("2.bias")))
     least, most = speed * profile.cost([head]).seconds, speed * profile.full.seconds
     device.speed, asked = speed, least + between * (most - least)
+    plans = []
+    monkeypatch.setattr("pliant.choice.plan", lambda *words: plans.append(plan(*words)) or plans[-1])
     with start(last(asked / profile.full.seconds), coarse) as session:
         assert len({selection.units for selection in train(session, 300)}) == 2
         assert device.now / 300 == pytest.approx(asked, rel=0.03)
+        assert len(plans) < len(session.rounds)  # going back to what was planned before needs no planning
+
+
+def test_where_corrections_must_wait_debts_are_paid_back_slowly(
+    start: Open, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_plan(policy: Policy, profile: Profile, values: Any, progress: Progress, correction: float | None) -> Selection:
+        if correction is not None:
+            device.now += 0.1 * profile.full.seconds
+        return plan(policy, profile, values, progress, correction)
+
+    monkeypatch.setattr("pliant.choice.plan", slow_plan)
+    device.speed = 1.02
+    with start(last(0.5)) as session:
+        shares = [device.speed * selection.share() for selection in train(session, 1000)]
+        assert 0.4 < min(shares) < max(shares) < 0.6
+        assert sum(shares) / 1000 == pytest.approx(0.5, rel=0.02)
 
 
 def test_a_step_that_takes_what_was_asked_is_left_alone(start: Open) -> None:

@@ -95,6 +95,14 @@ def test_debt_is_paid_back_over_ten_steps_by_no_less_than_half_and_no_more_than_
     assert feedback.correction(ASKED) == pytest.approx(target / ASKED / 1.25, rel=1e-12)
 
 
+@pytest.mark.parametrize(("pause", "horizon"), [(0.0, 10), (19.0, 10), (400.0, 200)])
+def test_debt_is_paid_back_until_the_next_correction_may_come(pause: float, horizon: int) -> None:
+    feedback = following()
+    feedback.see([ASKED] * 4, ASKED, pause=pause)
+    feedback.debt = 4.0
+    assert feedback.target(ASKED) == pytest.approx(ASKED + 4.0 / horizon)
+
+
 @pytest.mark.parametrize(("step", "is_off"), [(2.0, False), (2.028, False), (2.032, True), (1.972, False), (1.968, True)])
 def test_steps_are_off_beyond_a_hundredth_and_a_half_of_what_was_asked(step: float, is_off: bool) -> None:
     feedback = following()
