@@ -1,6 +1,6 @@
 """Is a budget kept? Predicted and measured steps and bytes of random selections, and the mean step of runs with a budget.
 
-    python benchmarks/budget.py                    # half an hour on one CPU thread; resumable
+    python benchmarks/budget.py                    # forty minutes on one CPU thread; resumable
     python benchmarks/budget.py --device cuda      # some minutes on a GPU
     python benchmarks/budget.py --quick            # two networks, a few selections: about two minutes
 
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=None, help="per side (64, or 224 on a GPU)")
     parser.add_argument("--selections", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100, help="of each run")
+    parser.add_argument("--steps", type=int, default=150, help="of each run")
     parser.add_argument("--long", type=int, default=1000, help="steps of the run that tells what choosing costs")
     parser.add_argument("--networks", nargs="+", choices=list(nets.NETS), default=None, help="just these")
     parser.add_argument("--out", type=Path, default=None)
