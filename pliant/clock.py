@@ -76,7 +76,7 @@ class Pace:
     """The time of a run by the clock on the wall: all of it, what choosing took, and what passes between steps."""
 
     _most_correcting = 0.002  # of the whole run so far
-    _in_any_case = 3  # corrections, so that a short run gets right too
+    _in_any_case = 5  # corrections, so that a short run gets right too
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
