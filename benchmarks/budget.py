@@ -11,9 +11,10 @@ with the closed loop, and a long run of `recipes.pliant` at its default schedule
     optimizer.zero_grad(); loss(model, batch).backward(); optimizer.step()
 
 CPU: CPU time of one thread. A selection and a full step take turns; the fastest of each count, and errors are errors of their
-ratio. In runs, every twelve steps are followed by full steps of a twin, the first of them not counted (it finds none of its
-weights in the caches), and means count. GPU: synchronised wall time, absolute; medians for selections, means for runs.
-Bytes: every tensor followed (CPU), the allocator (GPU); beyond parameters and batch.
+ratio. GPU: synchronised wall time, absolute; medians for selections. In runs, the mean of all steps counts against the full
+step that the session measured at its start, which is what a share means. Every twelve steps are followed by full steps of a
+twin, the first of them not counted (it finds none of its weights in the caches): where other work disturbs the machine, their
+mean tells by how much. Bytes: every tensor followed (CPU), the allocator (GPU); beyond parameters and batch.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def asked_and_measured(step: Step, policy: Policy, steps: int) -> dict[str, Any]
         "recipe": policy.name,
         "asked": policy.budget.time,
         "steps": steps,
-        "mean_step": mean / (predicted if step.cuda else statistics.mean(full)),
+        "mean_step": mean / predicted,
         "first_selection": rounds[0].predicted / rounds[0].full,
         "selections": len(rounds),
         "choosing": spent["choosing"] / (spent["all"] - spent["profiling"] - aside),
@@ -189,14 +190,17 @@ def table(cells: list[dict[str, Any]]) -> str:
             f"| {np.median(seconds):.1%} / {np.quantile(seconds, 0.9):.1%} | {kept.max():.2%} "
             f"| {np.quantile(peak, 0.9):.1%} / {peak.max():.1%} | {c['profiling_steps']:.1f} full steps |"
         )
-    lines += ["", "| run | asked | first prediction | mean step | off | selections | choosing, of the run |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines += [
+        "",
+        "| run | asked | predicted first | mean step | off | selections | choosing, of the run | full steps meanwhile |",
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for c in cells:
         for run in c["runs"]:
             lines.append(
                 f"| {c['network']}, {run['recipe']}, {run['steps']} steps | {run['asked']:.2f} | {run['first_selection']:.3f} "
                 f"| {run['mean_step']:.3f} | {run['mean_step'] / run['asked'] - 1:+.1%} | {run['selections']} "
-                f"| {run['choosing']:.1%} |"
+                f"| {run['choosing']:.1%} | {run['full_now_over_full_at_the_start']:.3f} |"
             )
     return "\n".join(lines) + "\n"
 

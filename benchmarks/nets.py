@@ -37,27 +37,80 @@ class InvertedResidual(nn.Module):
         return x + self.conv(x) if self.skip else self.conv(x)
 
 
-class MobileNetV2(nn.Module):
-    """arXiv 1801.04381, width 1.0. `recompute` checkpoints every block."""
+def _eights(channels: float) -> int:
+    """The nearest multiple of 8, but not less than nine tenths: how torchvision rounds a network's widths."""
+    near = max(8, int(channels + 4) // 8 * 8)
+    return near + 8 if near < 0.9 * channels else near
 
-    def __init__(self, classes: int = CLASSES, recompute: bool = False) -> None:
+
+class MobileNetV2(nn.Module):
+    """arXiv 1801.04381. `wide` multiplies the number of channels; `recompute` checkpoints every block."""
+
+    def __init__(self, classes: int = CLASSES, recompute: bool = False, wide: float = 1.0) -> None:
         super().__init__()
         stages = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
-        features: list[nn.Module] = [nn.Sequential(_conv(3, 32, 3, 2), nn.BatchNorm2d(32), nn.ReLU6(inplace=True))]
-        width = 32
+        width, last = _eights(32 * wide), _eights(1280 * max(1.0, wide))
+        features: list[nn.Module] = [nn.Sequential(_conv(3, width, 3, 2), nn.BatchNorm2d(width), nn.ReLU6(inplace=True))]
         for expand, outputs, repeats, stride in stages:
             for i in range(repeats):
-                features.append(InvertedResidual(width, outputs, stride if i == 0 else 1, expand))
-                width = outputs
-        features.append(nn.Sequential(_conv(width, 1280, 1), nn.BatchNorm2d(1280), nn.ReLU6(inplace=True)))
+                features.append(InvertedResidual(width, _eights(outputs * wide), stride if i == 0 else 1, expand))
+                width = _eights(outputs * wide)
+        features.append(nn.Sequential(_conv(width, last, 1), nn.BatchNorm2d(last), nn.ReLU6(inplace=True)))
         self.features = nn.Sequential(*features)
-        self.classifier = nn.Linear(1280, classes)
+        self.classifier = nn.Linear(last, classes)
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.features:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.classifier(x.mean((2, 3)))
+
+
+class FoldedResidual(nn.Module):
+    """An inverted residual block as it is deployed: its norms folded into the convolutions, which have biases instead."""
+
+    def __init__(self, inputs: int, outputs: int, size: int, stride: int, expand: int) -> None:
+        super().__init__()
+        wide = inputs * expand
+        layers: list[nn.Module] = [nn.Conv2d(inputs, wide, 1), nn.ReLU6(inplace=True)] if expand > 1 else []
+        layers += [nn.Conv2d(wide, wide, size, stride, size // 2, groups=wide), nn.ReLU6(inplace=True)]
+        self.conv = nn.Sequential(*layers, nn.Conv2d(wide, outputs, 1))
+        self.skip = stride == 1 and inputs == outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.conv(x) if self.skip else self.conv(x)
+
+
+class MCUNet(nn.Module):
+    """A network for microcontrollers in the manner of MCUNet (arXiv 2007.10319): narrow, kernels of three sizes, no norms."""
+
+    def __init__(self, classes: int = CLASSES) -> None:
+        super().__init__()
+        # For each stage: outputs, stride, and for each block the size of its kernel and its expansion.
+        stages: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...] = (
+            (8, 1, ((3, 1),)),
+            (16, 2, ((7, 3), (3, 6))),
+            (24, 2, ((7, 3), (5, 6))),
+            (40, 2, ((7, 6), (5, 4), (3, 4))),
+            (48, 1, ((5, 5), (5, 4))),
+            (96, 2, ((7, 4), (5, 4), (3, 4))),
+            (160, 1, ((7, 5),)),
+        )
+        features: list[nn.Module] = [nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU6(inplace=True))]
+        width = 16
+        for outputs, stride, kinds in stages:
+            for i, (size, expand) in enumerate(kinds):
+                features.append(FoldedResidual(width, outputs, size, stride if i == 0 else 1, expand))
+                width = outputs
+        features.append(nn.Sequential(nn.Conv2d(width, 320, 1), nn.ReLU6(inplace=True)))
+        self.features, self.head = nn.Sequential(*features), nn.Linear(320, classes)
+        for module in self.modules():  # without norms, PyTorch's own start fades to nothing over so many layers
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x).mean((2, 3)))
 
 
 class BasicBlock(nn.Module):
@@ -88,6 +141,47 @@ class ResNet18(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x)), inplace=True), 3, 2, 1)
         return self.fc(self.layers(x).mean((2, 3)))
+
+
+class Bottleneck(nn.Module):
+    """ResNet's block of three convolutions, with torchvision's names (and its stride on the second)."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.conv1, self.bn1 = _conv(inputs, width, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = _conv(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = _conv(width, outputs, 1), nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
+
+
+class ResNet50(nn.Module):
+    """arXiv 1512.03385, with torchvision's names."""
+
+    def __init__(self, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(3, 64, 7, 2), nn.BatchNorm2d(64)
+        self.relu, self.maxpool = nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        inputs = 64
+        for i, (width, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+            first = Bottleneck(inputs, width, 2 if i else 1)
+            inputs = 4 * width
+            setattr(self, f"layer{i + 1}", nn.Sequential(first, *(Bottleneck(inputs, width, 1) for _ in range(depth - 1))))
+        self.fc = nn.Linear(inputs, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(x.mean((2, 3)))
 
 
 class TransformerBlock(nn.Module):
@@ -182,11 +276,20 @@ NETS: dict[str, Callable[[int], nn.Module]] = {
     "text_encoder": lambda pixels: TextEncoder(),
     "convnext": lambda pixels: ConvNeXt(),
 }
+# Those that the memory of training is measured on.
+MEMORY_NETS: dict[str, Callable[[int], nn.Module]] = {
+    "mobilenet_v2": NETS["mobilenet_v2"],
+    "mobilenet_v2_0.35": lambda pixels: MobileNetV2(wide=0.35),
+    "mcunet": lambda pixels: MCUNet(),
+    "resnet50": lambda pixels: ResNet50(),
+    "vit_tiny": NETS["vit_tiny"],
+    "text_encoder": NETS["text_encoder"],
+}
 
 
 def build(name: str, pixels: int) -> nn.Module:
     """The network by name, in training mode, with weights that depend on torch's random state alone."""
-    return NETS[name](pixels)
+    return (NETS | MEMORY_NETS)[name](pixels)
 
 
 def batch(name: str, size: int, pixels: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant.graph import BIAS, Graph, Node
-from pliant.recorder import CARRIERS
+from pliant.recorder import CARRIERS, MASKS
 from pliant.types import KEPT, Charge, Cost, Profile
 
 PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
@@ -133,13 +133,21 @@ class _Builder:
     accumulate: int
 
     def kept(self) -> list[Charge]:
-        """For each storage that is kept: what it is kept for, and when it lives on that account."""
+        """For each storage that is kept: what it is kept for, and when it lives on that account; by engine if they differ."""
+        plain, lean = self._kept("plain"), self._kept("lean")
+        both = [charge for charge in plain if charge in lean]
+        apart = [(charge, "plain") for charge in plain if charge not in both]
+        apart += [(charge, "lean") for charge in lean if charge not in both]
+        return both + [replace(charge, engine=engine) for charge, engine in apart] + self._unpacked()
+
+    def _kept(self, engine: str) -> list[Charge]:
         found: dict[int, tuple[int, list[str], list[int], int]] = {}
         for i, node in enumerate(self.graph.nodes):
-            for storage, size, favoured in node.saves:
+            leaner = engine == "lean" and node.lean is not None
+            for storage, size, favoured in node.lean if leaner and node.lean is not None else node.saves:
                 size, params, nodes, _ = found.get(storage, (size, [], [], i))
                 waiting = i if favoured is None else node.inputs[favoured]
-                if self._is_statistics(node, size):
+                if self._is_statistics(node, size) or (engine == "lean" and self._moves_when_chosen(node)):
                     params.extend(node.params)
                 elif isinstance(waiting, str):
                     params.append(waiting)
@@ -148,9 +156,29 @@ class _Builder:
                 found[storage] = size, params, nodes, i
         out = []
         for storage, (size, params, nodes, last) in found.items():
-            live = self.line.forward_since(self.graph.gone.get(storage, 0)), self.line.node(last) + 1
-            out.append(Charge(KEPT, Cost(bytes=size), tuple(dict.fromkeys(params)), tuple(nodes), live))
+            if params or nodes:
+                live = self.line.forward_since(self.graph.gone.get(storage, 0)), self.line.node(last) + 1
+                out.append(Charge(KEPT, Cost(bytes=size), tuple(dict.fromkeys(params)), tuple(nodes), live))
         return out
+
+    def _unpacked(self) -> list[Charge]:
+        """Where the lean engine keeps a mask, backward sees a whole tensor in its place for a moment."""
+        return [
+            Charge(
+                f"mask {node.op} {node.module}".strip(),
+                Cost(bytes=node.made),
+                node.params,
+                node.data,
+                (self.line.node(i), self.line.node(i) + 1),
+                "lean",
+            )
+            for i, node in enumerate(self.graph.nodes)
+            if node.op in MASKS and node.lean is not None
+        ]
+
+    def _moves_when_chosen(self, node: Node) -> bool:
+        """Whether a batch norm runs on the batch's own statistics, and keeps its input, just when it is chosen."""
+        return self.sizes.norms_move and "BatchNorm" in node.op
 
     def _is_statistics(self, node: Node, size: int) -> bool:
         """Whether a batch norm keeps this only while it runs on the batch's own statistics: one number per channel."""

@@ -27,11 +27,15 @@ _REMEMBERED = 8  # plans of a round
 class Choice:
     """What can be chosen, what it costs, what it is worth, what is chosen now, and when that was decided."""
 
-    def __init__(self, policy: Policy, profile: Profile | None, check: bool, correct: bool = True) -> None:
-        """`check` holds a profile that was given against the conditions of the first batch; `correct` closes the loop."""
+    def __init__(
+        self, policy: Policy, profile: Profile | None, check: bool, correct: bool = True, engine: str = "plain"
+    ) -> None:
+        """`check` holds a profile that was given against the conditions of the first batch; `correct` closes the loop; `engine`
+        runs the steps."""
         self.policy = policy
         self.correct = correct
-        self.profile = profile
+        self.profile = profile.on(engine) if profile is not None else None
+        self._engine = engine
         self.units: tuple[Unit, ...] = ()
         self.selection: Selection | None = None
         self.drift = Drift()
@@ -49,7 +53,7 @@ class Choice:
     ) -> None:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
         if self.profile is None:
-            self.profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm)
+            self.profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm).on(self._engine)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         with sandbox(model):
@@ -147,15 +151,15 @@ class Choice:
         if self._collected is None:
             self._collected = []
 
-    def change_budget(self, budget: Budget, now: Progress) -> None:
+    def change_budget(self, budget: Budget, now: Progress, engine: str) -> None:
         """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays."""
-        policy = replace(self.policy, budget=budget)
-        if self.selection is not None and self.profile is not None:
+        policy, profile = replace(self.policy, budget=budget), self.profile.on(engine) if self.profile is not None else None
+        if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
-            self._pending = plan(policy, self.profile, self._values, then)
+            self._pending = plan(policy, profile, self._values, then)
             if self.correct and budget.time is not None:
-                self._pending = plan(policy, self.profile, self._values, then, 1 / self.feedback.ratio)
-        self.policy = policy
+                self._pending = plan(policy, profile, self._values, then, 1 / self.feedback.ratio)
+        self.policy, self.profile, self._engine = policy, profile, engine
         self._plans = []
         self.feedback.forget()
 

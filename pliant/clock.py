@@ -84,7 +84,7 @@ class Pace:
         self._before = 0.0  # in sessions that this one goes on from
         self._first: float | None = None  # when training began
         self.spent = {"profiling": 0.0, "choosing": 0.0}
-        self._correcting = 0.0
+        self._correcting = self._dearest = 0.0
         self._corrections = 0
 
     @property
@@ -110,7 +110,9 @@ class Pace:
         try:
             yield
         finally:
-            self._correcting += self.elapsed - start
+            took = self.elapsed - start
+            self._correcting += took
+            self._dearest = max(self._dearest, took)
             self._corrections += 1
 
     @property
@@ -124,9 +126,8 @@ class Pace:
         return 0.0 if self._corrections + 1 < self._in_any_case else max(self._wait(2), 0.0)
 
     def _wait(self, more: int) -> float:
-        """Seconds until so many more corrections, each like those so far, are within what they may take."""
-        each = self._correcting / max(self._corrections, 1)
-        return (self._correcting + more * each) / self._most_correcting - self.elapsed
+        """Seconds until so many more corrections, each like the dearest so far, are within what they may take."""
+        return (self._correcting + more * self._dearest) / self._most_correcting - self.elapsed
 
     def aside(self, steps: int, mean_step: float | None) -> float:
         """Seconds that pass beside a step of `mean_step` seconds, on average."""
@@ -138,14 +139,14 @@ class Pace:
         return {
             "elapsed": self.elapsed,
             "spent": dict(self.spent),
-            "correcting": [self._correcting, self._corrections],
+            "correcting": [self._correcting, self._dearest, self._corrections],
             "first": self._first,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._opened, self._before = self._now(), state["elapsed"]
         self._first, self.spent = state["first"], dict(state["spent"])
-        self._correcting, self._corrections = state["correcting"]
+        self._correcting, self._dearest, self._corrections = state["correcting"]
 
 
 class Laps:

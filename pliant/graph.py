@@ -33,7 +33,7 @@ class Node:
     gradient on. A function written in Python computes all its gradients whatever is asked for: `whole`. `macs`, `outputs`
     (elements), `made` (their bytes) and `moved` (bytes read and written) are its forward's. The first node of a
     checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage, bytes, input
-    for whose gradient it is kept, or None) for backward.
+    for whose gradient it is kept, or None) for backward; `lean` the same where the lean engine runs, if that differs.
     """
 
     op: str
@@ -47,6 +47,7 @@ class Node:
     moved: int = 0
     recomputes: bool = False
     saves: tuple[tuple[int, int, int | None], ...] = ()
+    lean: tuple[tuple[int, int, int | None], ...] | None = None
 
     @property
     def is_norm(self) -> bool:
@@ -70,7 +71,8 @@ class Graph:
     `forward_macs` counts what made no node too. `params` maps every trainable parameter to its number of bytes, `unused`
     names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters of the
     module nearest the loss. `inference` are the bytes that live during each operation of the forward pass if nothing is kept
-    for backward; `gone` maps each storage that is kept to the operation before which it would then be freed.
+    for backward; `gone` maps each storage that is kept to the operation before which it would then be freed. `shapes` maps
+    every trainable parameter to its shape.
     """
 
     nodes: tuple[Node, ...]
@@ -82,6 +84,7 @@ class Graph:
     forward_macs: int = 0
     inference: tuple[int, ...] = (0,)
     gone: Mapping[int, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def order(self) -> dict[str, int]:
         """For each used parameter, the node furthest from the loss that needs it."""
@@ -189,6 +192,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     nodes = []
     for node, (inputs, carrier) in zip(live, wiring(live, params), strict=True):
         params_here = [i for i in inputs if isinstance(i, str)]
+        work = recorder.work(node)
         nodes.append(
             Node(
                 op_name(node),
@@ -196,9 +200,10 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
                 inputs,
                 carrier,
                 isinstance(node, torch.autograd.function.BackwardCFunction),
-                *recorder.work(node),
+                *work,
                 node._sequence_nr() in recorder.recomputing,
                 recorder.saves(node, inputs),
+                recorder.lean(node, work[1]),
             )
         )
     reached = {param for node in nodes for param in node.params}
@@ -212,6 +217,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
         sum(ran.macs for several in recorder.ran.values() for ran in several),
         *recorder.lives(),
+        shapes={name: tuple(param.shape) for name, param in params.items()},
     )
 
 

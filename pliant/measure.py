@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -19,7 +20,7 @@ from pliant.graph import Graph, Loss, compute_loss, read, trainable
 from pliant.memory import Live, storage
 from pliant.passes import Passes
 from pliant.roofline import Peaks, roof_seconds
-from pliant.trial import Trial, optimizer_sizes
+from pliant.trial import Around, Trial, optimizer_sizes
 from pliant.types import Profile
 from pliant.update import Update
 
@@ -148,19 +149,26 @@ def _taken(where: Mapping[str, Any]) -> dict[str, Any]:
     return {**where, "taken": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
-def kept_bytes(model: nn.Module, loss: Loss, batch: Any) -> int:
+def kept_bytes(model: nn.Module, loss: Loss, batch: Any, *, around: Around = nullcontext) -> int:
     """Bytes that one real forward pass leaves behind for backward as the model is now, beside the loss. Leaves no trace.
 
-    Every piece of memory counts once; parameters, buffers and the batch itself do not count.
+    Every piece of memory counts once; parameters, buffers and the batch itself do not count. The pass runs inside of
+    `around()`: `engine.ENGINES["lean"]` for one of the lean engine.
     """
     with sandbox(model):
-        with Live(torch.device("cpu")) as live:
+        with Live(torch.device("cpu")) as live, around():
             value = compute_loss(model, loss, batch)
         return live.bytes - storage(value)[1]
 
 
 def peak_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, *, update: Update | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    *,
+    update: Update | None = None,
+    around: Around = nullcontext,
 ) -> tuple[int, int]:
     """Peak live bytes of a step as the model is now, and of the forward pass alone without gradients. Leaves no trace.
 
@@ -170,4 +178,4 @@ def peak_bytes(
     update = (update or Update()).apart()
     params = trainable(model)
     with sandbox(model):
-        return Trial(model, optimizer, loss, batch, params, Norms(model, "as-is"), update).peak()
+        return Trial(model, optimizer, loss, batch, params, Norms(model, "as-is"), update, around).peak()

@@ -31,6 +31,12 @@ CARRIERS = frozenset((
 KEPT_FOR = {"Mm": (0, 1), "Bmm": (0, 1), "Mul": (0, 1), "Addmm": (2, 1), "Baddbmm": (2, 1)}
 
 
+# What the lean engine makes of it. Masks: one bit per element. Shapes: nothing is kept of the input but its shape.
+MASKS = frozenset(("Relu", "Hardtanh", "LeakyRelu", "Hardsigmoid", "NativeDropout"))
+SHAPES = ("AvgPool", "AdaptiveAvgPool")
+SMALL = 256  # elements: below this a mask is not worth its while
+
+
 def op_name(node: Any) -> str:
     """An autograd node's name without namespace, 'Backward' and version: 'ConvolutionBackward0' → 'Convolution'."""
     name: str = node.name().rpartition("::")[2].rstrip("0123456789")
@@ -186,6 +192,19 @@ class Recorder:
         favoured = [i for i in KEPT_FOR.get(op_name(node), ()) if node.next_functions[i][0] is not None]
         known = len(favoured) == len(found)
         return tuple((key, size, favoured[k] if known else None) for k, (key, size) in enumerate(found) if size)
+
+    def lean(self, node: Any, outputs: int) -> tuple[tuple[int, int, int | None], ...] | None:
+        """The same where the lean engine runs the forward pass; None: just the same."""
+        op, found = op_name(node), [(key, size) for key, size in self.saved.get(node._sequence_nr(), []) if size]
+        if op == "Convolution" or ("BatchNorm" in op and not getattr(node, "_saved_training", True)):
+            return tuple((key, size, 1) for key, size in found)  # for the weight alone
+        if op in MASKS and outputs >= SMALL:
+            return ((-node._sequence_nr() - 1, (outputs + 7) // 8, None),)
+        if op.startswith(SHAPES):
+            return ()
+        if op.startswith("MaxPool") and found:  # which element was the largest: eight bytes, or less
+            return ((found[-1][0], outputs * (2 if found[-1][1] == outputs * 8 else 8), None),)
+        return None
 
     def module(self, sequence: int) -> str:
         at = bisect.bisect_right(self._events, sequence, key=lambda event: event[0]) - 1

@@ -19,7 +19,7 @@ from pliant.budget import Budget, Progress
 from pliant.choice import Choice
 from pliant.clock import Laps, Pace, Watch
 from pliant.drift import Drift
-from pliant.engine import Work, pick
+from pliant.engine import ENGINES, Inside, pick
 from pliant.feedback import Feedback, Round
 from pliant.graph import Loss, compute_loss, trainable
 from pliant.policy import Policy
@@ -84,7 +84,7 @@ class Session:
         if cache is not None:
             raise ValueError("cache=… needs the prefix engine, which is not there yet: leave it None.")
         self.model, self.loss = model, loss
-        self.engine, self._run = pick(engine)
+        self._asked_engine, self.engine = engine, pick(engine, policy.budget.memory is not None)
         self.update = Update(clip, scaler, accumulate)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
         earlier = _OPEN[model]() if model in _OPEN else None
@@ -104,13 +104,15 @@ class Session:
         self._undo = Undo(model, optimizer) if undo else None
         self._laps = Laps(Watch(next(iter(self._params.values())).device))
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
-        self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct)
+        self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct, engine=self.engine)
         self._step = self._micro = 0
         self._log = RunLog(log)
         self._pace = Pace()
         self._told = ""  # the last reason why a budget is out of reach
+        self._not_lean: list[str] = []  # functions that keep more than they need
         self._closed = False
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
+        self._inside: Inside | None = None  # while the caller takes a step: what its forward passes run inside of
         _OPEN[model] = ref(self)
 
     # ------------------------------------------------------------ what the user reads
@@ -181,7 +183,9 @@ class Session:
             raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
         self._look_at_steps()  # they ran under the old one
         self._told = ""
-        self._choice.change_budget(budget, self.progress)
+        engine = pick(self._asked_engine, budget.memory is not None)
+        self._choice.change_budget(budget, self.progress, engine)
+        self.engine = engine
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -208,13 +212,17 @@ class Session:
         """
         self._check_open()
         if self._micro == 0:
-            self.before_step(batch)
+            self._begin_step(batch)
             self._optimizer.zero_grad(set_to_none=True)
         else:
             self._norms.hold_(self._params, self.selection.params)
         self._ours = True
         try:
-            value = self._run(Work(self.model, self._checked_loss, batch, self.update.backward))
+            with ENGINES[self.engine]() as inside:
+                value = compute_loss(self.model, self.loss, batch)
+            self._tell_of(inside)
+            self.update.backward(value)
+            value = value.detach()
             self._micro = (self._micro + 1) % self.update.accumulate
             if self._micro == 0:
                 self.update.step(self._optimizer)
@@ -229,6 +237,11 @@ class Session:
 
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; then the caller's own forward, backward and step follow."""
+        self._begin_step(batch)
+        if self.engine != "plain":
+            self._inside = Inside(self.model, ENGINES[self.engine], self._tell_of)
+
+    def _begin_step(self, batch: Any) -> None:
         self._check_open()
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
@@ -288,15 +301,25 @@ class Session:
             means.append(float(torch.stack(losses).float().mean()))
         return means
 
-    def _checked_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return compute_loss(model, self.loss, batch)
+    def _tell_of(self, inside: Any) -> None:
+        """Note what the engine could not do, once."""
+        unknown = sorted(getattr(inside, "not_lean", ()))
+        if unknown and unknown != self._not_lean:
+            self._not_lean = unknown
+            self._note(f"not lean: {', '.join(unknown)} keep what plain autograd keeps")
 
     def _on_optimizer_step(self, *_: Any) -> None:
         """Hangs on the optimizer: sees the end of a step that the caller takes."""
         if self._laps.is_running and not self._ours:
             self._count_step()
 
+    def _leave_forward(self) -> None:
+        if self._inside is not None:
+            self._inside.remove()
+            self._inside = None
+
     def _count_step(self, value: torch.Tensor | None = None) -> None:
+        self._leave_forward()
         self._step += 1
         self._log.step(self._step, self._round, value, self._laps.end())
         if self.policy.when.watches and self._step % Drift.every == 0:
@@ -470,6 +493,7 @@ class Session:
             self._log.write("end", step=self._step, round=self._round)
         finally:
             self._hook.remove()
+            self._leave_forward()
             self._norms.release_()
             restore_(self._found)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,9 @@ _TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hook
 _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that may be
 
 
+Around = Callable[[], AbstractContextManager[Any]]  # what a forward pass runs inside of
+
+
 @dataclass
 class Trial:
     """Takes steps like the user's, on a scratch optimizer over copies. Runs inside `apply.sandbox`."""
@@ -37,6 +41,7 @@ class Trial:
     params: Mapping[str, nn.Parameter]
     norms: Norms
     update: Update
+    around: Around = nullcontext
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +67,8 @@ class Trial:
         return seconds
 
     def _step(self) -> None:
-        value = compute_loss(self.model, self.loss, self.batch)
+        with self.around():
+            value = compute_loss(self.model, self.loss, self.batch)
         self.update.backward(value, [param for param in self.params.values() if param.requires_grad])
         for name, copy in self._copies.items():
             copy.grad, self.mine[name].grad = self.mine[name].grad, None

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,7 @@ class Cost:
 
 KEPT = "kept"
 KINDS = (KEPT, "optimizer", "gradient", "scratch", "dX", "dW")
+ENGINES = ("plain", "lean")  # that costs are known for
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class Charge:
     A weight gradient names its parameter; an input gradient names the charges further from the loss that wait for it;
     a tensor kept for backward names every operation that reads it. So the backward graph, and the union of what
     it keeps, are one list. `via` points to later entries of the list only. `live` says during which moments of a step (see
-    `Profile`) its bytes stand, from the first up to the second; None: all along.
+    `Profile`) its bytes stand, from the first up to the second; None: all along. `engine`: due only where that engine runs the
+    step.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Charge:
     params: tuple[str, ...] = ()
     via: tuple[int, ...] = ()
     live: tuple[int, int] | None = None
+    engine: str | None = None
 
     @property
     def kind(self) -> str:
@@ -155,6 +158,7 @@ class Profile:
 
     `plain` is what a step of training without this library costs, where that is not the same as choosing everything.
     `checks` are whole steps that were taken to test the measurement: seconds predicted, of the fastest try, of the slowest.
+    `engine` runs the steps; `on("lean")` is the same profile for another one.
     """
 
     charges: tuple[Charge, ...]
@@ -166,6 +170,7 @@ class Profile:
     moments: tuple[int, ...] = (0,)
     plain: Cost | None = None
     checks: tuple[tuple[float, float, float], ...] = ()
+    engine: str = "plain"
 
     def __post_init__(self) -> None:
         for i, charge in enumerate(self.charges):
@@ -174,10 +179,18 @@ class Profile:
             if charge.live is not None and not 0 <= charge.live[0] <= charge.live[1] <= len(self.moments):
                 raise ValueError(f"charge {i} ({charge.name!r}) has live={charge.live} of {len(self.moments)} moments.")
 
-    def cost(self, units: Iterable[Unit], engine: str = "plain", cached: bool = False) -> Cost:
+    def on(self, engine: str) -> Profile:
+        """The same profile for steps that another engine runs; 1.0 is still a plain full step."""
+        if engine not in ENGINES:
+            raise ValueError(f"engine={engine!r} is not known to profiles; one of: {', '.join(ENGINES)}.")
+        return self if engine == self.engine else replace(self, engine=engine, plain=self.full)
+
+    def cost(self, units: Iterable[Unit], engine: str | None = None, cached: bool = False) -> Cost:
         """What one step costs when just these units are chosen. THE judge: solvers are checked against it."""
-        if engine != "plain" or cached:
-            raise ValueError(f"this profile knows engine='plain' without a cache only (given: {engine!r}, {cached=}).")
+        if cached:
+            raise ValueError(f"this profile knows no cache (given: {cached=}).")
+        if engine is not None and engine != self.engine:
+            return self.on(engine).cost(units)
         due = self.due(units)
         seconds = self.base.seconds + math.fsum(charge.cost.seconds for charge in due)
         macs = self.base.macs + sum(charge.cost.macs for charge in due)
@@ -200,7 +213,7 @@ class Profile:
         for i in range(len(self.charges) - 1, -1, -1):
             charge = self.charges[i]
             due[i] = not chosen.isdisjoint(charge.params) or any(map(due.__getitem__, charge.via))
-        return [charge for charge, is_due in zip(self.charges, due, strict=True) if is_due]
+        return [c for c, is_due in zip(self.charges, due, strict=True) if is_due and c.engine in (None, self.engine)]
 
     @cached_property
     def params(self) -> tuple[str, ...]:
@@ -238,7 +251,7 @@ class Profile:
             for j in charge.via:
                 row |= rows[j]
             rows[i] = row
-            if row.any():
+            if row.any() and charge.engine in (None, self.engine):
                 new = row, np.zeros(2), np.zeros(len(self.moments))
                 _, price, held = merged.setdefault(row.tobytes(), new)
                 price += (charge.cost.seconds, charge.cost.macs)
@@ -262,7 +275,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": "pliant.profile/2",
+            "format": "pliant.profile/3",
             "base": asdict(self.base),
             "charges": [
                 {
@@ -271,6 +284,7 @@ class Profile:
                     "params": list(c.params),
                     "via": list(c.via),
                     "live": None if c.live is None else list(c.live),
+                    "engine": c.engine,
                 }
                 for c in self.charges
             ],
@@ -281,15 +295,23 @@ class Profile:
             "moments": list(self.moments),
             "plain": None if self.plain is None else asdict(self.plain),
             "checks": [list(check) for check in self.checks],
+            "engine": self.engine,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
         found = data.get("format") if isinstance(data, Mapping) else None
-        if found != "pliant.profile/2":
-            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/2'.")
+        if found != "pliant.profile/3":
+            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/3'.")
         charges = tuple(
-            Charge(c["name"], Cost(**c["cost"]), tuple(c["params"]), tuple(c["via"]), tuple(c["live"]) if c["live"] else None)
+            Charge(
+                c["name"],
+                Cost(**c["cost"]),
+                tuple(c["params"]),
+                tuple(c["via"]),
+                tuple(c["live"]) if c["live"] else None,
+                c["engine"],
+            )
             for c in data["charges"]
         )
         return cls(
@@ -302,6 +324,7 @@ class Profile:
             tuple(data["moments"]),
             Cost(**data["plain"]) if data["plain"] else None,
             tuple((predicted, fastest, slowest) for predicted, fastest, slowest in data["checks"]),
+            data["engine"],
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

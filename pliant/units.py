@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 from pliant.graph import Graph, owner
 from pliant.types import Part, Unit, match
 
 Units = Callable[[Graph], tuple[Unit, ...]]
 Globs = str | Iterable[str]
+
+# Layers that compute the gradient of a slice by itself: what they are called, and what their products are called in autograd.
+_SLICED_KINDS = frozenset(("Conv1d", "Conv2d", "Conv3d", "Linear"))
+_SLICED_OPS = frozenset(("Convolution", "Addmm", "Mm", "Linear", "Add"))
 
 
 def tensors(include: Globs = "*", exclude: Globs = ()) -> Units:
@@ -69,6 +74,40 @@ def norms() -> Units:
             if _is_norm(node.op, graph.modules.get(owner(param), "")) and not node.carrier
         }
         return tuple(unit for unit in tensors()(graph) if unit.name in mine or unit.name in graph.head)
+
+    return of
+
+
+def channels(axis: Literal["out", "in"] = "out", group: int = 8, include: Globs = "*", exclude: Globs = ()) -> Units:
+    """Groups of neighbouring channels of every convolution and linear layer: slices of its weight along its outputs or inputs.
+
+    Slices of outputs take their piece of the bias along; with inputs, biases stand in no unit. Of a weight with
+    several groups, a slice of inputs is the same channels in each group; where a group has one input (a depthwise convolution),
+    slices are along the outputs, which is the same there. Everything else (norms, embeddings) stands in no unit.
+    """
+    if axis not in ("out", "in"):
+        raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
+    if group < 1:
+        raise ValueError(f"group={group}: at least one channel makes a unit.")
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        params = _params(graph, include, exclude)
+        found: list[Unit] = []
+        elsewhere = {p for node in graph.nodes if not node.carrier and node.op not in _SLICED_OPS for p in node.params}
+        mine = {p for p in params if graph.modules.get(owner(p)) in _SLICED_KINDS and p not in elsewhere}
+        for param in params:
+            layer, _, kind = param.rpartition(".")
+            if param not in mine or kind != "weight":
+                continue
+            shape, bias = graph.shapes[param], f"{layer}.bias"
+            dim = 1 if axis == "in" and shape[1] > 1 else 0
+            for start in range(0, shape[dim], group):
+                index = tuple(range(start, min(start + group, shape[dim])))
+                parts = [Part(name, dim, index) for name in (param, bias) if name == param or (name in mine and dim == 0)]
+                found.append(Unit(f"{layer}[{('out', 'in')[dim]} {start}:{index[-1] + 1}]", tuple(parts)))
+        if not found:
+            raise ValueError("nothing is left to choose from: no convolution or linear layer is among the parameters.")
+        return tuple(found)
 
     return of
 

@@ -243,3 +243,98 @@ class RMSNorm(nn.Module):
 def test_norms_are_known_by_class_where_the_operation_does_not_tell(norm: nn.Module) -> None:
     graph = graph_for(nn.Sequential(nn.Linear(5, 4), norm, nn.Linear(4, 4)), 6, 5)
     assert "1.weight" in names(units.norms()(graph))
+
+
+# ---------------------------------------------------------------- channels
+
+
+class Mobile(nn.Module):
+    """Every kind of weight that has channels, and some that have none to choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 6, 3, bias=False)
+        self.deep = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.norm = nn.BatchNorm2d(6)
+        self.grouped = nn.Conv2d(6, 4, 1, groups=2)
+        self.head = nn.Linear(4, 5)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.head(self.grouped(self.norm(self.deep(self.stem(x)))).mean((2, 3)))
+
+
+def test_channels_of_outputs_are_runs_with_their_piece_of_the_bias() -> None:
+    found = units.channels("out", 4)(graph_for(Mobile(), 2, 1, 6, 6))
+    assert names(found) == [
+        *("head[out 0:4]", "head[out 4:5]", "grouped[out 0:4]"),
+        *("deep[out 0:4]", "deep[out 4:6]", "stem[out 0:4]", "stem[out 4:6]"),
+    ]
+    assert found[1].parts == (Part("head.weight", 0, (4,)), Part("head.bias", 0, (4,)))
+    assert found[-1].parts == (Part("stem.weight", 0, (4, 5)),)
+
+
+def test_channels_of_inputs_are_along_outputs_where_a_group_has_one_input() -> None:
+    found = {unit.name: unit.parts for unit in units.channels("in", 3)(graph_for(Mobile(), 2, 1, 6, 6))}
+    assert found == {
+        "head[in 0:3]": (Part("head.weight", 1, (0, 1, 2)),),
+        "head[in 3:4]": (Part("head.weight", 1, (3,)),),
+        "grouped[in 0:3]": (Part("grouped.weight", 1, (0, 1, 2)),),
+        "deep[out 0:3]": (Part("deep.weight", 0, (0, 1, 2)), Part("deep.bias", 0, (0, 1, 2))),
+        "deep[out 3:6]": (Part("deep.weight", 0, (3, 4, 5)), Part("deep.bias", 0, (3, 4, 5))),
+        "stem[out 0:3]": (Part("stem.weight", 0, (0, 1, 2)),),
+        "stem[out 3:6]": (Part("stem.weight", 0, (3, 4, 5)),),
+    }
+
+
+@pytest.mark.parametrize("axis", ["out", "in"])
+@pytest.mark.parametrize("case", ["conv_net", "branches", "transformer", "misordered", "thrice", "unused"])
+def test_channels_cover_each_weight_once_and_come_nearest_the_loss_first(case: str, axis: str) -> None:
+    graph = graph_of(case)
+    found = units.channels(axis, 2)(graph)  # type: ignore[arg-type]
+    covered: dict[str, list[int]] = {}
+    for unit in found:
+        for part in unit.parts:
+            assert part.dim is not None and part.index is not None
+            assert len(part.index) <= 2
+            covered.setdefault(part.param, []).extend(part.index)
+    dims = {part.param: part.dim for unit in found for part in unit.parts}
+    assert all(index == list(range(graph.shapes[param][dims[param] or 0])) for param, index in covered.items())
+    assert {graph.modules[name.rpartition(".")[0]] for name in covered} <= {"Conv1d", "Conv2d", "Conv3d", "Linear"}
+    assert len(set(names(found))) == len(found)
+    order = graph.order()
+    deepest = [max(order.get(param, len(graph.nodes)) for param in unit.params) for unit in found]
+    assert deepest == sorted(deepest)
+
+
+def test_channels_can_be_left_out() -> None:
+    graph = graph_for(Mobile(), 2, 1, 6, 6)
+    assert names(units.channels(group=8, exclude=["deep.*", "stem.*", "*.bias"])(graph)) == [
+        "head[out 0:5]",
+        "grouped[out 0:4]",
+    ]
+    assert all(len(unit.parts) == 1 for unit in units.channels(exclude="*.bias")(graph))
+    with pytest.raises(ValueError, match="no convolution or linear layer is among the parameters"):
+        units.channels(include=["norm.*", "scale"])(graph)
+
+
+class Shared(nn.Module):
+    """A linear layer whose weight is an embedding too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.mix = nn.Linear(4, 9, bias=False), nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(F.embedding(ids.long(), self.out.weight)))
+
+
+def test_a_weight_that_is_used_otherwise_too_has_no_channels() -> None:
+    assert names(units.channels()(graph_for(Shared(), 3))) == ["mix[out 0:4]"]
+
+
+def test_channels_refuse_what_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="axis='both': choose 'out' or 'in'"):
+        units.channels("both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="group=0: at least one channel"):
+        units.channels(group=0)

@@ -15,8 +15,13 @@ _PIECE = 1 << 18  # elements
 
 
 def within(flat: torch.Tensor, low: float, high: float, nan: bool) -> torch.Tensor:
-    """For each element of a flat tensor one bit: low < x < high. `nan` is the answer for what is not a number."""
+    """For each element of a flat tensor one bit: low < x < high. `nan` is the answer for what is not a number.
+
+    Where `high` is infinite there is no upper end: infinity lies within.
+    """
     if flat.device.type != "cpu" or flat.dtype not in (torch.float32, torch.float64):
+        if high == math.inf:
+            return pack((flat <= low).logical_not_() if nan else flat > low)
         return pack(((flat <= low) | (flat >= high)).logical_not_() if nan else (flat > low) & (flat < high))
     values = flat.numpy()
     if len(values) <= _PIECE:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -24,9 +24,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant.engine import bits
 
-Packed = Callable[[], torch.Tensor]  # gives the tensor back, or one that serves backward as well
-Pack = Callable[[torch.Tensor], Packed | None]  # None: keep the tensor as it is
-Rule = Callable[..., Pack | torch.Tensor | None]  # a call's arguments → what to do with what is kept for it, or its result
+Pack = Callable[[torch.Tensor], "Packed | None"]  # None: keep the tensor as it is
+Rule = Callable[..., Pack | None]  # the arguments of a call → what to do with each tensor that is kept for it
 
 _SMALL = 256  # elements: below this a mask is not worth its while
 
@@ -51,6 +50,7 @@ class Lean:
         self.pack: Pack | None = None  # and its rule, for this call
 
     def __enter__(self) -> Lean:
+        self._around = _hooks()  # of others: what they pack is what is kept
         self._hooks = saved_tensors_hooks(self._keep, _give_back)
         self._mode = _Watcher(self)
         self._hooks.__enter__()
@@ -61,17 +61,31 @@ class Lean:
         self._mode.__exit__(*error)
         self._hooks.__exit__(*error)
 
+    @property
+    def is_on_top(self) -> bool:
+        """Whether what is kept comes to us: inside a checkpoint, or inside hooks of the user's, it does not."""
+        top = _hooks()
+        return torch.is_grad_enabled() and (top is None or top[0] == self._keep)
+
     def _keep(self, tensor: torch.Tensor) -> Any:
+        running = self.running  # before the lines below run some themselves
         if self.pack is not None:
             packed = self.pack(tensor)
             if packed is not None:
+                if self._around is not None and packed.kept is not None:
+                    pack, packed.unpack = self._around
+                    packed.kept = pack(packed.kept)
                 return packed
-        elif self.running not in _RULES and tensor.numel() > _SMALL and not isinstance(tensor, torch.nn.Parameter):
-            name = getattr(self.running, "__name__", str(self.running))
+        elif running not in _RULES and tensor.numel() > _SMALL and not isinstance(tensor, torch.nn.Parameter):
+            name = getattr(running, "__name__", str(running))
             if name.strip("_") not in _EXACT:
                 self.not_lean[name] = self.not_lean.get(name, 0) + tensor.numel() * tensor.element_size()
         version = tensor._version
-        return tensor if tensor.grad_fn is None else tensor.detach(), version  # kept by its own node, it would be a cycle
+        tensor = tensor if tensor.grad_fn is None else tensor.detach()  # kept by its own node, it would be a cycle
+        if self._around is not None:
+            pack, unpack = self._around
+            return partial(unpack, pack(tensor))
+        return tensor, version
 
 
 class _Watcher(TorchFunctionMode):
@@ -88,14 +102,22 @@ class _Watcher(TorchFunctionMode):
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
+        if func is F.batch_norm and lean.is_on_top:
+            out = _batch_norm(*args, **kwargs)
+            if out is not None:
+                return out
         pack = rule(*args, **kwargs)
-        if isinstance(pack, torch.Tensor):  # the rule did the work itself
-            return pack
         lean.pack = pack
         try:
             return func(*args, **kwargs)
         finally:
             lean.pack = None
+
+
+def _hooks() -> Any:
+    """The innermost hooks on saved tensors that are on: how to pack and how to unpack, or None."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
 
 
 def _give_back(packed: Any) -> torch.Tensor:
@@ -113,19 +135,28 @@ def _give_back(packed: Any) -> torch.Tensor:
 # ---------------------------------------------------------------- what stands for a tensor
 
 
-class _Shape:
+class Packed:
+    """Gives the tensor back, or one that serves backward as well."""
+
+    kept: Any = None  # a tensor, or what hooks of others made of it
+    unpack: Callable[[Any], torch.Tensor] = staticmethod(lambda kept: kept)
+
+    def __call__(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Shape(Packed):
     """Nothing but the shape: for backward kernels that do not read the values."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-        last = tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-        self._channels_last = last
+        channels_last = tensor.dim() in (4, 5) and tensor.stride(1) <= tensor.stride(-1)
+        self._stride = tensor.stride() if channels_last else None
 
     def __call__(self) -> torch.Tensor:
         _check_once()
-        if self._channels_last:  # kernels follow the layout of their input
-            like = torch.empty(self._shape, dtype=self._dtype, device=self._device, memory_format=torch.channels_last)
-            return like
+        if self._stride is not None:  # kernels follow the layout of their input
+            return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
         return _zero(self._dtype, self._device).expand(self._shape)
 
 
@@ -134,16 +165,16 @@ def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=dtype, device=device)
 
 
-class _Bits:
+class _Bits(Packed):
     """One bit per element, and the two values that backward is to see in their place."""
 
     def __init__(self, tensor: torch.Tensor, packed: torch.Tensor, yes: float = 1.0, no: float = 0.0) -> None:
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self._packed, self._yes, self._no = packed, yes, no
+        self.kept, self._yes, self._no = packed, yes, no
 
     def __call__(self) -> torch.Tensor:
         _check_once()
-        flat = bits.unpack(self._packed, self._shape.numel(), self._dtype)
+        flat = bits.unpack(self.unpack(self.kept), self._shape.numel(), self._dtype)
         if (self._yes, self._no) != (1.0, 0.0):
             flat.mul_(self._yes - self._no).add_(self._no)
         return flat.as_strided(self._shape, self._stride)  # as it lay in memory
@@ -166,9 +197,17 @@ def _mask(low: float, high: float, nan: bool, yes: float = 1.0, no: float = 0.0)
         tensor = tensor.detach()
         if tensor.numel() < _SMALL or not tensor.is_floating_point() or not _is_dense(tensor):
             return None
+        if not _holds(tensor.dtype, low, high, yes, no, yes - no):
+            return None
         return _Bits(tensor, bits.within(_flat(tensor), low, high, nan), yes, no)
 
     return pack
+
+
+@cache
+def _holds(dtype: torch.dtype, *values: float) -> bool:
+    """Whether a dtype has these very values: rounded ones would compare otherwise than in the kernels."""
+    return torch.tensor(values, dtype=torch.float64).to(dtype).tolist() == [*values]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,12 +226,17 @@ def _convolution(input: Any, weight: Any, *_: Any, **__: Any) -> Pack | None:
     """The input is for the weight's gradient alone."""
     if _trains(weight):
         return None
-    return lambda tensor: _Shape(tensor) if tensor.numel() != weight.numel() else None
+    own = weight.shape, (*weight.shape[:2], 1, *weight.shape[2:])  # in one dimension it is kept as one of two
+    return lambda tensor: _Shape(tensor) if tensor.shape not in own else None
 
 
-def _norm(input: Any, _: Any, weight: Any = None, *__: Any, **more: Any) -> Pack | None:
+def _as_it_is(*_: Any, **__: Any) -> None:
+    """Everything that is kept is needed."""
+
+
+def _norm(input: Any, *more: Any, **named: Any) -> Pack | None:
     """The input is for its own gradient and the scale's; the shift's needs none."""
-    if _trains(input) or _trains(weight) or _trains(more.get("weight")):
+    if _trains(input) or _trains(named["weight"] if "weight" in named else (*more, None, None)[1]):
         return None
     return lambda tensor: _Shape(tensor) if tensor.shape == input.shape else None
 
@@ -209,7 +253,7 @@ def _relu6(*_: Any, **__: Any) -> Pack:
     return _mask(0.0, 6.0, nan=True)
 
 
-def _hardtanh(_: Any, min_val: float = -1.0, max_val: float = 1.0, *__: Any, **___: Any) -> Pack | None:
+def _hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, *_: Any, **__: Any) -> Pack | None:
     if not -math.inf < min_val < max_val < math.inf:
         return None
     if min_val == 0 and max_val > 1:
@@ -223,24 +267,30 @@ def _hardsigmoid(*_: Any, **__: Any) -> Pack:
 
 def _shape(input: Any, *_: Any, **__: Any) -> Pack:
     """Nothing of the input but its shape."""
-    return lambda tensor: _Shape(tensor) if tensor.is_floating_point() and tensor.shape[-2:] == input.shape[-2:] else None
+    return lambda tensor: _Shape(tensor) if tensor.is_floating_point() else None
 
 
-def _max_pool(input: Any, *_: Any, **__: Any) -> Pack:
+def _max_pool(dims: int, input: Any, *_: Any, **__: Any) -> Pack:
     """Which element was the largest, in as few bytes as it takes."""
 
     def pack(tensor: torch.Tensor) -> Packed | None:
-        if tensor.is_floating_point():
-            return _Shape(tensor)
-        plane = input.shape[-2:].numel() if input.dim() > 2 else input.shape[-1]
-        small = torch.uint8 if plane <= 1 << 8 else torch.int16 if plane <= 1 << 15 else torch.int32
-        kept = tensor.detach().to(small)
-        return lambda: kept.to(torch.int64)
+        return _Shape(tensor) if tensor.is_floating_point() else _Places(tensor, input.shape[-dims:].numel())
 
     return pack
 
 
-def _dropout(_: Any, p: float = 0.5, *__: Any, **___: Any) -> Pack:
+class _Places(Packed):
+    """Whole numbers below `most` in as few bytes as it takes."""
+
+    def __init__(self, tensor: torch.Tensor, most: int) -> None:
+        small = torch.uint8 if most <= 1 << 8 else torch.int16 if most <= 1 << 15 else torch.int32
+        self.kept = tensor.detach().to(small)
+
+    def __call__(self) -> torch.Tensor:
+        return self.unpack(self.kept).to(torch.int64)
+
+
+def _dropout(input: Any, p: float = 0.5, *_: Any, **__: Any) -> Pack:
     """Which elements stay."""
 
     def pack(tensor: torch.Tensor) -> Packed | None:
@@ -249,7 +299,7 @@ def _dropout(_: Any, p: float = 0.5, *__: Any, **___: Any) -> Pack:
             return None
         if tensor.dtype == torch.bool:
             return _Bits(tensor, bits.pack(_flat(tensor)))
-        return _Noise(tensor, p)
+        return _Noise(tensor, p) if tensor.is_floating_point() else None
 
     return pack
 
@@ -289,7 +339,7 @@ class _Scaled(torch.autograd.Function):
 
 def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """What a norm at rest multiplies with; computed again when a statistic or the weight was written to."""
-    state = dims, eps, var._version, None if weight is None else (weight._version, id(weight))
+    state = dims, eps, *((id(t), t.data_ptr(), t._version) for t in (var, weight) if t is not None)
     known = _SCALES.get(var)
     if known is None or known[0] != state:
         scale = (var.detach() + eps).rsqrt_()
@@ -311,7 +361,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    if training or _trains(weight) or not (_trains(input) or _trains(bias)) or not torch.is_grad_enabled():
+    if training or running_var is None or _trains(weight) or not (_trains(input) or _trains(bias)):
         return None
     return _Scaled.apply(input, running_mean, running_var, weight, bias, eps)
 
@@ -324,11 +374,13 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_), _relu),
     **dict.fromkeys((F.leaky_relu, F.leaky_relu_), _leaky),
     F.relu6: _relu6,
-    F.batch_norm: _batch_norm,
+    F.batch_norm: _as_it_is,
     **dict.fromkeys((F.hardtanh, F.hardtanh_), _hardtanh),
     F.hardsigmoid: _hardsigmoid,
     **dict.fromkeys((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), _shape),
-    **dict.fromkeys((F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d), _max_pool),
+    **dict.fromkeys((F.max_pool1d, torch.max_pool1d), partial(_max_pool, 1)),
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), partial(_max_pool, 2)),
+    **dict.fromkeys((F.max_pool3d, torch.max_pool3d), partial(_max_pool, 3)),
     **dict.fromkeys((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), _shape),
     **dict.fromkeys((F.dropout, torch.dropout), _dropout),
 }
