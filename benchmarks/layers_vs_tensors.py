@@ -130,11 +130,9 @@ def table(cells: list[dict[str, Any]]) -> str:
         "",
     ]
     for share in sorted({c["time"] for c in final if c["method"] != "full"}):
-        pairs = [
-            (next(c for c in final if (c["method"], c["time"], c["seed"]) == ("elastic_layers", share, t["seed"])), t)
-            for t in final
-            if (t["method"], t["time"]) == ("elastic_trainer", share)
-        ]
+        layers = {c["seed"]: c for c in final if (c["method"], c["time"]) == ("elastic_layers", share)}
+        tensors = {c["seed"]: c for c in final if (c["method"], c["time"]) == ("elastic_trainer", share)}
+        pairs = [(layers[seed], tensors[seed]) for seed in tensors if seed in layers]
         saved = []
         for mine, other in pairs:
             same = other["curve"][-1][1]

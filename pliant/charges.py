@@ -273,8 +273,8 @@ def split(joint: float, alone: Sequence[float | None]) -> tuple[list[float], flo
     each = [min(a if a is not None else rest, joint) for a in alone]
     total = sum(each)
     if total <= joint:
-        return [a * joint / total if total else joint / len(each) for a in each], 0.0
+        return [joint * (a / total) if total else joint / len(each) for a in each], 0.0
     shared = min((total - joint) / (len(each) - 1), *each)
     each = [a - shared for a in each]
     left = sum(each)
-    return [a * (joint - shared) / left if left else 0.0 for a in each], shared
+    return [(joint - shared) * (a / left) if left else 0.0 for a in each], shared

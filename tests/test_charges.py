@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from instances import laws
 
@@ -314,6 +314,7 @@ def test_what_each_parameter_costs_beside_what_they_share(joint: float, alone: A
 
 
 @laws(300)
+@example(0.3, [5e-324, 5e-324])
 @given(st.floats(0, 100), st.lists(st.none() | st.floats(0, 100), min_size=1, max_size=4))
 def test_shares_add_up_to_what_all_cost_together_and_none_is_negative(joint: float, alone: list[float | None]) -> None:
     each, shared = split(joint, alone)
