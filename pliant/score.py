@@ -192,7 +192,7 @@ def probe(
     return tally.values()
 
 
-def watch(params: Mapping[str, nn.Parameter], units: Sequence[Unit]) -> dict[str, float]:
+def watch(params: Mapping[str, torch.Tensor], units: Sequence[Unit]) -> dict[str, float]:
     """Σ g² of each unit from the gradients that stand on its parameters now: nothing runs but one norm over all of them.
 
     This is what values are watched by between probes; for plain SGD it is the update gain itself, but for the learning

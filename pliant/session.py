@@ -19,7 +19,7 @@ from pliant.budget import Budget, Progress
 from pliant.choice import Choice
 from pliant.clock import Laps, Pace, Watch
 from pliant.drift import Drift
-from pliant.engine import ENGINES, Inside, pick
+from pliant.engine import Engine, pick
 from pliant.feedback import Feedback, Round
 from pliant.graph import Loss, compute_loss, trainable
 from pliant.policy import Policy
@@ -84,7 +84,8 @@ class Session:
         if cache is not None:
             raise ValueError("cache=… needs the prefix engine, which is not there yet: leave it None.")
         self.model, self.loss = model, loss
-        self._asked_engine, self.engine = engine, pick(engine, policy.budget.memory is not None)
+        self._asked_engine = engine
+        self._engine = Engine(pick(engine, policy.budget.memory is not None))
         self.update = Update(clip, scaler, accumulate)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
         earlier = _OPEN[model]() if model in _OPEN else None
@@ -109,10 +110,8 @@ class Session:
         self._log = RunLog(log)
         self._pace = Pace()
         self._told = ""  # the last reason why a budget is out of reach
-        self._not_lean: list[str] = []  # functions that keep more than they need
         self._closed = False
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
-        self._inside: Inside | None = None  # while the caller takes a step: what its forward passes run inside of
         _OPEN[model] = ref(self)
 
     # ------------------------------------------------------------ what the user reads
@@ -140,6 +139,11 @@ class Session:
         if self._choice.profile is None:
             raise RuntimeError("nothing is measured yet: the first step (or before_step) measures.")
         return self._choice.profile
+
+    @property
+    def engine(self) -> str:
+        """What runs the steps: "plain" or "lean"."""
+        return self._engine.name
 
     @property
     def progress(self) -> Progress:
@@ -185,7 +189,7 @@ class Session:
         self._told = ""
         engine = pick(self._asked_engine, budget.memory is not None)
         self._choice.change_budget(budget, self.progress, engine)
-        self.engine = engine
+        self._engine.name = engine
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -214,18 +218,20 @@ class Session:
         if self._micro == 0:
             self._begin_step(batch)
             self._optimizer.zero_grad(set_to_none=True)
+            self._engine.zero_grad()
         else:
             self._norms.hold_(self._params, self.selection.params)
         self._ours = True
         try:
-            with ENGINES[self.engine]() as inside:
+            with self._engine.forward() as inside:
                 value = compute_loss(self.model, self.loss, batch)
-            self._tell_of(inside)
+            self._engine.after(inside)
             self.update.backward(value)
             value = value.detach()
             self._micro = (self._micro + 1) % self.update.accumulate
             if self._micro == 0:
-                self.update.step(self._optimizer)
+                with self._engine.stepping(self._optimizer):
+                    self.update.step(self._optimizer)
                 self._count_step(value)
         except BaseException:
             if self._micro == 0:
@@ -238,8 +244,7 @@ class Session:
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; then the caller's own forward, backward and step follow."""
         self._begin_step(batch)
-        if self.engine != "plain":
-            self._inside = Inside(self.model, ENGINES[self.engine], self._tell_of)
+        self._engine.hang_on(self.model, self._optimizer)
 
     def _begin_step(self, batch: Any) -> None:
         self._check_open()
@@ -301,29 +306,21 @@ class Session:
             means.append(float(torch.stack(losses).float().mean()))
         return means
 
-    def _tell_of(self, inside: Any) -> None:
-        """Note what the engine could not do, once."""
-        unknown = sorted(getattr(inside, "not_lean", ()))
-        if unknown and unknown != self._not_lean:
-            self._not_lean = unknown
-            self._note(f"not lean: {', '.join(unknown)} keep what plain autograd keeps")
-
     def _on_optimizer_step(self, *_: Any) -> None:
         """Hangs on the optimizer: sees the end of a step that the caller takes."""
         if self._laps.is_running and not self._ours:
             self._count_step()
 
-    def _leave_forward(self) -> None:
-        if self._inside is not None:
-            self._inside.remove()
-            self._inside = None
-
     def _count_step(self, value: torch.Tensor | None = None) -> None:
-        self._leave_forward()
+        self._engine.let_go()
+        news = self._engine.news()
+        if news is not None:
+            self._note(news)
         self._step += 1
         self._log.step(self._step, self._round, value, self._laps.end())
         if self.policy.when.watches and self._step % Drift.every == 0:
-            self._choice.drift.see(score.watch(self._params, self.selection.units))
+            holders: dict[str, torch.Tensor] = {**self._params, **self._engine.leaves()}
+            self._choice.drift.see(score.watch(holders, self.selection.units))
 
     # ------------------------------------------------------------ choosing
 
@@ -365,6 +362,7 @@ class Session:
     def _use(self, selection: Selection, took: tuple[Any, Any]) -> None:
         """Apply a selection: everything that can fail comes before the first change."""
         check_in_groups(self._params, self._optimizer, selection.params)
+        self._engine.check(selection.parts, self._optimizer)
         if self._undo is not None:
             self._undo.keep({name: self._params[name] for name in selection.params})
             if self.policy.state == "drop":
@@ -372,10 +370,14 @@ class Session:
         self._log.flush()
         self._look_at_steps()
         measured = self.measured_seconds
-        apply_(self._params, self._optimizer, selection.params, self.policy.state)
+        self._apply_(selection)
         self._choice.take(selection, replace(self.progress, round=selection.round))
         self._laps.new_round()
         self._log.write("round", **selection.to_json(), choosing_seconds=self._laps.seconds(took), measured_before=measured)
+
+    def _apply_(self, selection: Selection) -> None:
+        sliced = self._engine.choose_(selection.parts, self._params, self._optimizer)
+        apply_(self._params, self._optimizer, selection.params - sliced, self.policy.state)
 
     def _log_start(self) -> None:
         self._log.write(
@@ -409,12 +411,13 @@ class Session:
         if self._laps.is_running:  # a step that the caller's scaler skipped
             self._count_step()
         return {
-            "format": "pliant.session/2",
+            "format": "pliant.session/3",
             "step": self._step,
             "pace": self._pace.state(),
             "unseen": self._laps.peek(),
             **self._choice.state(),
             "undo": self._undo.state() if self._undo is not None else None,
+            "slices": self._engine.slices.state_dict() if self._engine.slices is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -428,12 +431,14 @@ class Session:
         if self._undo is not None and state["undo"] is not None:
             self._undo.load(state["undo"])
         if self._choice.selection is not None:
-            apply_(self._params, self._optimizer, self.selection.params, self.policy.state)
+            self._apply_(self.selection)
+            if state["slices"] and self._engine.slices is not None:
+                self._engine.slices.load_state_dict(state["slices"])
         self._log.write("resume", step=self._step, round=self._round)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit before anything is changed."""
-        if state.get("format") != "pliant.session/2":
+        if state.get("format") != "pliant.session/3":
             raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
         if state["policy"] != self.policy.name:
             raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")
@@ -475,6 +480,7 @@ class Session:
         """Weights, buffers and optimizer state as they were at the start. The session goes on from there."""
         self._undoable().rollback_(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
+        self._engine.forget()
         self._micro = 0
         self._laps.drop()
         self._note("rolled back to the start")
@@ -493,7 +499,7 @@ class Session:
             self._log.write("end", step=self._step, round=self._round)
         finally:
             self._hook.remove()
-            self._leave_forward()
+            self._engine.let_go()
             self._norms.release_()
             restore_(self._found)
 

@@ -99,6 +99,11 @@ class Cost:
         joules = None if self.joules is None or other.joules is None else self.joules + other.joules
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.macs + other.macs, joules)
 
+    def times(self, share: float) -> Cost:
+        """A share of it; bytes and MACs are rounded up."""
+        joules = None if self.joules is None else self.joules * share
+        return Cost(self.seconds * share, math.ceil(self.bytes * share), math.ceil(self.macs * share), joules)
+
 
 KEPT = "kept"
 KINDS = (KEPT, "optimizer", "gradient", "scratch", "dX", "dW")
@@ -122,6 +127,12 @@ class Charge:
     via: tuple[int, ...] = ()
     live: tuple[int, int] | None = None
     engine: str | None = None
+
+    def share_of(self, dim: int | None, share: float) -> float:
+        """How much of it is due for a slice of its parameter: of a kept input, as much as the slice has of the inputs."""
+        if dim is None or (self.kind == KEPT and dim != 1):
+            return 1.0
+        return share if self.kind in (KEPT, "optimizer", "gradient", "scratch") or self.name.startswith("dW ") else 1.0
 
     @property
     def kind(self) -> str:
@@ -158,7 +169,8 @@ class Profile:
 
     `plain` is what a step of training without this library costs, where that is not the same as choosing everything.
     `checks` are whole steps that were taken to test the measurement: seconds predicted, of the fastest try, of the slowest.
-    `engine` runs the steps; `on("lean")` is the same profile for another one.
+    `engine` runs the steps; `on("lean")` is the same profile for another one. `shapes` are those of the parameters: a slice
+    costs its share of what its parameter's gradient, optimizer state and, along the inputs, kept activations cost.
     """
 
     charges: tuple[Charge, ...]
@@ -171,6 +183,7 @@ class Profile:
     plain: Cost | None = None
     checks: tuple[tuple[float, float, float], ...] = ()
     engine: str = "plain"
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for i, charge in enumerate(self.charges):
@@ -208,12 +221,32 @@ class Profile:
 
     def due(self, units: Iterable[Unit]) -> list[Charge]:
         """The charges that a step pays when just these units are chosen."""
-        chosen = {param for unit in units for param in unit.params}
-        due = [False] * len(self.charges)
+        chosen = self._pieces(part for unit in units for part in unit.parts)
+        due, out = [False] * len(self.charges), []
         for i in range(len(self.charges) - 1, -1, -1):
             charge = self.charges[i]
-            due[i] = not chosen.isdisjoint(charge.params) or any(map(due.__getitem__, charge.via))
-        return [c for c, is_due in zip(self.charges, due, strict=True) if is_due and c.engine in (None, self.engine)]
+            behind = any(map(due.__getitem__, charge.via))
+            due[i] = behind or not chosen.keys().isdisjoint(charge.params)
+            if due[i] and charge.engine in (None, self.engine):
+                share = 1.0 if behind else max(charge.share_of(*chosen[p]) for p in charge.params if p in chosen)
+                out.append(charge if share == 1.0 else replace(charge, cost=charge.cost.times(share)))
+        return out[::-1]
+
+    def _pieces(self, parts: Iterable[Part]) -> dict[str, tuple[int | None, float]]:
+        """For each parameter that parts are of: along which dimension they cut it (None: not at all), and how much of it they
+        are together."""
+        cut: dict[str, tuple[int | None, set[int]]] = {}
+        for part in parts:
+            dim, index = cut.get(part.param, (part.dim, set()))
+            if part.dim is None or part.index is None or dim != part.dim:
+                cut[part.param] = None, set()
+            elif dim is not None:
+                cut[part.param] = dim, index.union(part.index)
+        out: dict[str, tuple[int | None, float]] = {}
+        for param, (dim, index) in cut.items():
+            share = len(index) / self.shapes[param][dim] if dim is not None and param in self.shapes else 1.0
+            out[param] = (dim, share) if share < 1 else (None, 1.0)
+        return out
 
     @cached_property
     def params(self) -> tuple[str, ...]:
@@ -237,25 +270,39 @@ class Profile:
         return {}
 
     def _table(self, units: Sequence[Unit]) -> Table:
-        column = {param: np.zeros(len(units), bool) for param in self.params}
+        whole = {param: np.zeros(len(units), bool) for param in self.params}  # units that choose all of it
+        cut: dict[str, list[tuple[int, int, float]]] = {}  # units that choose a slice: (unit, dimension, share)
         for i, unit in enumerate(units):
-            for param in unit.params:
-                if param in column:
-                    column[param][i] = True
+            for param, (dim, share) in self._pieces(unit.parts).items():
+                if param in whole and dim is None:
+                    whole[param][i] = True
+                elif param in whole and dim is not None:
+                    cut.setdefault(param, []).append((i, dim, share))
         rows: list[NDArray[np.bool_]] = [np.zeros(0, bool)] * len(self.charges)
         merged: dict[bytes, tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]] = {}
-        for i in range(len(self.charges) - 1, -1, -1):
-            charge, row = self.charges[i], np.zeros(len(units), bool)
-            for param in charge.params:
-                row |= column[param]
-            for j in charge.via:
-                row |= rows[j]
-            rows[i] = row
+
+        def add(row: NDArray[np.bool_], charge: Charge, share: float = 1.0) -> None:
             if row.any() and charge.engine in (None, self.engine):
                 new = row, np.zeros(2), np.zeros(len(self.moments))
                 _, price, held = merged.setdefault(row.tobytes(), new)
-                price += (charge.cost.seconds, charge.cost.macs)
-                held[slice(*(charge.live or (0, None)))] += charge.cost.bytes
+                price += (charge.cost.seconds * share, charge.cost.macs * share)
+                held[slice(*(charge.live or (0, None)))] += charge.cost.bytes * share
+
+        for i in range(len(self.charges) - 1, -1, -1):
+            charge, row, apart = self.charges[i], np.zeros(len(units), bool), np.zeros(len(units), bool)
+            for j in charge.via:
+                row |= rows[j]
+            for param in charge.params:
+                row |= whole[param]
+            for param in charge.params:
+                for k, dim, share in cut.get(param, ()):
+                    apart[k] = True
+                    if row.any() or charge.share_of(dim, share) == 1.0:
+                        row[k] = True
+                    else:  # each pays for its own slice
+                        add(np.arange(len(units)) == k, charge, share)
+            add(row, charge)
+            rows[i] = row | apart
         needed = np.array([row for row, _, _ in merged.values()], bool).reshape(len(merged), len(units))
         prices = np.array([price for _, price, _ in merged.values()], float).reshape(len(merged), 2)
         held = np.array([held for _, _, held in merged.values()], float).reshape(len(merged), len(self.moments)).T
@@ -296,6 +343,7 @@ class Profile:
             "plain": None if self.plain is None else asdict(self.plain),
             "checks": [list(check) for check in self.checks],
             "engine": self.engine,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
 
     @classmethod
@@ -325,6 +373,7 @@ class Profile:
             Cost(**data["plain"]) if data["plain"] else None,
             tuple((predicted, fastest, slowest) for predicted, fastest, slowest in data["checks"]),
             data["engine"],
+            {name: tuple(shape) for name, shape in data["shapes"].items()},
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -394,6 +443,11 @@ class Selection:
     def params(self) -> frozenset[str]:
         """Names of the parameters that any chosen part belongs to."""
         return frozenset(param for unit in self.units for param in unit.params)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Everything that trains: parameters, and slices of them."""
+        return tuple(part for unit in self.units for part in unit.parts)
 
     def share(self, resource: str = "seconds") -> float:
         """Cost as a share of a plain full step's."""

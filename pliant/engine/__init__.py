@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from weakref import WeakMethod
 
@@ -11,10 +11,18 @@ import torch
 from torch import nn
 
 from pliant.engine.lean import Lean
+from pliant.engine.slices import Sliced, Slices, check_elementwise
+from pliant.types import Part
 
 Around = Callable[[], AbstractContextManager[Any]]  # what a forward pass runs inside of
 
-ENGINES: dict[str, Around] = {"plain": nullcontext, "lean": Lean}
+
+def plain(slices: Slices | None = None) -> AbstractContextManager[Any]:
+    """Ordinary autograd, with the slices that train, if any do."""
+    return nullcontext() if slices is None else Sliced(slices)
+
+
+ENGINES: dict[str, Callable[..., AbstractContextManager[Any]]] = {"plain": plain, "lean": Lean}
 
 
 def pick(name: str, memory_is_short: bool) -> str:
@@ -25,30 +33,115 @@ def pick(name: str, memory_is_short: bool) -> str:
     return chosen
 
 
-class Inside:
-    """Hangs on a model: its forward passes run inside of `around()`. A copy of it does not take `after`'s owner along."""
+class Engine:
+    """Runs a session's steps: knows what their forward passes run inside of, and the slices that train."""
 
-    def __init__(self, model: nn.Module, around: Around, after: Callable[[Any], None]) -> None:
-        """`after` is told what each pass ran inside of."""
-        entered: list[Any] = []
-        tell = WeakMethod(after)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.slices: Slices | None = None
+        self._told: list[str] = []
+        self._untold: str | None = None
+        self._callers: _CallersStep | None = None
+
+    # ------------------------------------------------------------ what trains
+
+    def check(self, parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> None:
+        """Whether this can train, before anything is changed."""
+        if any(part.dim is not None for part in parts):
+            check_elementwise(optimizer)
+
+    def choose_(self, parts: Iterable[Part], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> set[str]:
+        """From now on these parts train; gives the names of the parameters of which only a slice does."""
+        old, self.slices = self.slices, Slices(params, parts)
+        if not len(self.slices):
+            self.slices = None
+            return set()
+        if old is not None:
+            self.slices.carry_over(old, optimizer)
+        return set(self.slices.parts)
+
+    def forget(self) -> None:
+        """The slices start with a fresh optimizer state."""
+        if self.slices is not None:
+            self.slices.forget()
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """What stands for each slice where gradients gather, by the name of its parameter."""
+        return self.slices.leaves() if self.slices is not None else {}
+
+    # ------------------------------------------------------------ a step of ours
+
+    def zero_grad(self) -> None:
+        if self.slices is not None:
+            self.slices.zero_grad()
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """What the forward pass runs inside of; tell `after` of it when it is done."""
+        return ENGINES[self.name](self.slices)
+
+    def after(self, inside: Any) -> None:
+        """Remember what it could not do."""
+        unknown = sorted(getattr(inside, "not_lean", ()))
+        if unknown and unknown != self._told:
+            self._told, self._untold = unknown, f"not lean: {', '.join(unknown)} keep what plain autograd keeps"
+
+    def news(self) -> str | None:
+        """What could not be done, told once."""
+        untold, self._untold = self._untold, None
+        return untold
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Clipping and the optimizer's step go inside of this."""
+        return self.slices.standing_in(optimizer) if self.slices is not None else nullcontext()
+
+    # ------------------------------------------------------------ a step of the caller's
+
+    def hang_on(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Until `let_go`, the caller's forward passes and the optimizer's step run as ours would."""
+        self.let_go()
+        self.zero_grad()
+        if self.name != "plain" or self.slices is not None:
+            self._callers = _CallersStep(model, optimizer, self)
+
+    def let_go(self) -> None:
+        if self._callers is not None:
+            self._callers.close()
+            self._callers = None
+
+
+class _CallersStep:
+    """Hooks on the model and its optimizer for one step. A copy of the model does not take the engine along."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        inside: list[Any] = []
+        self._standing = standing = ExitStack()
+        forward, after, stepping = WeakMethod(engine.forward), WeakMethod(engine.after), WeakMethod(engine.stepping)
 
         def enter(*_: Any) -> None:
-            entered.append(around() if torch.is_grad_enabled() else nullcontext())
-            entered[-1].__enter__()
+            call = forward()
+            inside.append(call() if call is not None and torch.is_grad_enabled() else nullcontext())
+            inside[-1].__enter__()
 
         def leave(*_: Any) -> None:
-            if entered:
-                inside, call = entered.pop(), tell()
-                inside.__exit__(None, None, None)
+            if inside:
+                was, call = inside.pop(), after()
+                was.__exit__(None, None, None)
                 if call is not None:
-                    call(inside)
+                    call(was)
 
-        self._handles = (
+        def stand_in(*_: Any) -> None:
+            call = stepping()
+            if call is not None:
+                standing.enter_context(call(optimizer))
+
+        self._handles = [
             model.register_forward_pre_hook(enter, prepend=True),
             model.register_forward_hook(leave, always_call=True),
-        )
+            optimizer.register_step_pre_hook(stand_in),
+        ]
 
-    def remove(self) -> None:
+    def close(self) -> None:
+        """After the optimizer's step, or where none came."""
+        self._standing.close()
         for handle in self._handles:
             handle.remove()

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant.engine import bits
+from pliant.engine.slices import Slices
 
 Pack = Callable[[torch.Tensor], "Packed | None"]  # None: keep the tensor as it is
 Rule = Callable[..., Pack | None]  # the arguments of a call → what to do with each tensor that is kept for it
@@ -44,7 +45,9 @@ class Lean:
     {}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slices: Slices | None = None) -> None:
+        """`slices` of parameters that train, if any do."""
+        self.slices = slices
         self.not_lean: dict[str, int] = {}  # functions without a rule → bytes that they kept
         self.running: Any = None  # the torch function that runs now
         self.pack: Pack | None = None  # and its rule, for this call
@@ -98,6 +101,10 @@ class _Watcher(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lean = self._lean
         lean.running = func
+        if lean.slices is not None:
+            out = lean.slices.call(func, args, kwargs)
+            if out is not None:
+                return out
         rule = _RULES.get(func)
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)

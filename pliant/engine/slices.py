@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from pliant.types import Part
 
@@ -91,6 +92,11 @@ class Slices:
         """Drop the gradients."""
         for one in self._slices.values():
             one.leaf.grad = None
+
+    def forget(self) -> None:
+        """Drop the gradients and the optimizer state."""
+        self.zero_grad()
+        self._state.clear()
 
     # ------------------------------------------------------------ forward
 
@@ -602,3 +608,15 @@ _HARMLESS: frozenset[Any] = frozenset(  # give a tensor, but not one that depend
         *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full),
     )
 )
+
+
+class Sliced(TorchFunctionMode):
+    """A context for forward passes of plain autograd in which slices train."""
+
+    def __init__(self, slices: Slices) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._slices.call(func, args, kwargs)
+        return func(*args, **(kwargs or {})) if result is None else result
