@@ -199,16 +199,32 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"])
 
 
+# Every element's update depends on that element's own gradients and state: a piece moves as it would inside the whole.
+# fmt: off
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+)
+# fmt: on
+
+
 def scratch(
-    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], dtype: torch.dtype | None = None
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[nn.Parameter],
+    dtype: torch.dtype | None = None,
+    values: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """An optimizer like the user's (class, settings of each parameter's group), with fresh state, over copies of `params`.
+    """An optimizer like the user's (class, settings of each parameter's group), with fresh state, over copies of `params`, or
+    of `values` that stand for them.
 
     Hooks and schedulers that hang on the user's optimizer do not see it; take its steps with `scratch_step`.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS makes its update from a closure, not from a gradient: its update gain is unknown.")
-    copies = {id(param): nn.Parameter(param.detach().to(dtype or param.dtype, copy=True)) for param in params}
+    copies = {
+        id(param): nn.Parameter(value.detach().to(dtype or value.dtype, copy=True))
+        for param, value in zip(params, params if values is None else values, strict=True)
+    }
     like = object.__new__(type(optimizer))
     like.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     like.state = defaultdict(dict)

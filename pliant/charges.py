@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,35 @@ class _Builder:
                 out.append(Charge(f"scratch: {name}", Cost(bytes=self.sizes.scratch[name]), (name,), (), (at, at + 1)))
         return out
 
+    @cached_property
+    def _waits_since(self) -> list[int]:
+        """For each node the one from which on the gradient that flows into it waits for it, because a branch runs first.
+
+        A sum hands the same gradient to all its branches: it waits only when the branch before is through with it.
+        """
+        since = list(range(len(self.graph.nodes)))
+        for i, node in enumerate(self.graph.nodes):
+            behind = sorted(node.data)
+            for k, branch in enumerate(behind):
+                after = behind[k - 1] if k and node.op in ("Add", "Sub") else i
+                since[branch] = min(since[branch], after + 1)
+        return since
+
+    @cached_property
+    def _waiting(self) -> list[int]:
+        """Bytes of gradients that wait for other nodes while each node runs, if everything trains."""
+        change = np.zeros(len(self.graph.nodes) + 1, np.int64)
+        for i, since in enumerate(self._waits_since):
+            change[since] += self.graph.nodes[i].made
+            change[i] -= self.graph.nodes[i].made
+        return [int(held) for held in np.cumsum(change)[:-1]]
+
+    def _beside_what_waits(self, i: int, measured: int) -> int:
+        """What lives while a node runs, without what waits for others: the gradients that flow in and out at the least."""
+        node = self.graph.nodes[i]
+        own = node.made + sum(self.graph.nodes[k].made for k in node.data)
+        return max(measured - self._waiting[i], min(measured, own))
+
     def node(self, i: int) -> list[Charge]:
         """A node's charges: to run at all; its input gradients; each parameter's gradient; what its parameters share."""
         node, times, n = self.graph.nodes[i], self.times, self.accumulate
@@ -215,12 +245,13 @@ class _Builder:
         if node.whole:
             macs = node.macs * len(node.params + node.data)
             return [Charge(name, Cost((everything + times.unseen) * n, whole, macs * n), node.params, upstream, now)]
-        flow = self.sizes.inputs[i] if node.data else 0
+        flow = self._beside_what_waits(i, self.sizes.inputs[i]) if node.data else 0
+        whole = self._beside_what_waits(i, whole)
         taken_in = min(node.made, flow or whole)  # the gradient that flows into it
         run = times.unseen
         if node.recomputes:  # whatever is asked of it
             run, everything, inputs = run + inputs, everything - inputs, 0.0
-        out = [Charge(name, Cost(run * n, taken_in), node.params, upstream, now)]
+        out = [Charge(name, Cost(run * n, taken_in), node.params, upstream, (self.line.node(self._waits_since[i]), now[1]))]
         if node.data and node.op in PRODUCTS:
             for behind in node.data:
                 cost = Cost(inputs / len(node.data) * n, 0, _gradient_macs(node, behind) * n)

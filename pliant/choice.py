@@ -16,12 +16,13 @@ from pliant.feedback import WITHIN, Feedback, Round
 from pliant.graph import Loss, read
 from pliant.measure import origin
 from pliant.policy import Policy, plan
-from pliant.types import ProbeError, Profile, Selection, Unit
+from pliant.types import Part, ProbeError, Profile, Selection, Unit
 from pliant.update import Update
 
 Probe = Callable[[int], dict[Unit, float]]
 
 _REMEMBERED = 8  # plans of a round
+_WHILE_SCORED = 3  # times what is scored: a gradient, its update and their product
 
 
 class Choice:
@@ -109,6 +110,34 @@ class Choice:
         self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
         return None
 
+    def windows(self, now: Progress) -> list[list[str]] | None:
+        """Parameters that a probe may look at together within the memory that a step may take; None where that has no limit.
+
+        One that alone needs more is in no window: it could not be trained either.
+        """
+        if self.profile is None or self.policy.budget.memory is None:
+            return None
+        limit = self.policy.budget.limits(self.profile.full, now)["bytes"]
+        idle = self.profile.without_optimizer
+        names = list(dict.fromkeys(param for unit in self.units for param in unit.params))
+        signal, size = self.policy.signal, {name: self.profile.param_bytes(name) for name in names}
+        if signal.needs == "activation":
+            size = {name: self.profile.output_bytes(name) for name in names}
+
+        def fits(window: list[str]) -> bool:
+            # Held: gradients of the other half of the batch, or outputs.
+            held = sum(size[name] for name in window) if signal.cross or signal.needs == "activation" else 0
+            scoring = _WHILE_SCORED * max(size[name] for name in window)
+            return idle.cost([Unit("*", tuple(Part(name) for name in window))]).bytes + held + scoring <= limit
+
+        out: list[list[str]] = []
+        for name in names:
+            if out and fits([*out[-1], name]):
+                out[-1].append(name)
+            elif fits([name]):
+                out.append([name])
+        return out
+
     def asked_seconds(self, now: Progress) -> float | None:
         """The time limit of a step as it is now."""
         if self.profile is None or self.policy.budget.time is None:
@@ -162,6 +191,10 @@ class Choice:
         self.policy, self.profile, self._engine = policy, profile, engine
         self._plans = []
         self.feedback.forget()
+
+    def run_on(self, engine: str) -> None:
+        """Another engine runs the steps from now on; what is chosen stays."""
+        self._engine, self.profile = engine, self.profile.on(engine) if self.profile is not None else None
 
     @property
     def _next_round(self) -> int:

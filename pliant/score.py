@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,10 +17,15 @@ import torch
 from torch import nn
 
 from pliant import batches
-from pliant.apply import rng_states, sandbox, scratch, scratch_step, set_rng_states
+from pliant.apply import ELEMENTWISE, rng_states, sandbox, scratch, scratch_step, set_rng_states
 from pliant.types import Part, ProbeError, Unit
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
+Around = Callable[[], AbstractContextManager[Any]]  # what a forward pass runs inside of
+
+_Update = Callable[[str, torch.Tensor], torch.Tensor]
+
+_PIECE = {"cpu": 1 << 16}  # elements of a parameter whose updates are computed at a time
 
 
 @dataclass(frozen=True)
@@ -138,11 +144,15 @@ def probe(
     scale: float = 1.0,
     seed: int = 0,
     round: int = 0,
+    windows: Sequence[Sequence[str]] | None = None,
+    around: Around = nullcontext,
 ) -> dict[Unit, float]:
     """The value of every unit on one batch. Leaves no trace.
 
-    Gradients stream: each is scored and freed as it appears. `scale` multiplies the loss and is taken out of the gradients
-    again (a GradScaler's). A unit whose gradient is not finite gets NaN; a loss that is not finite is a `ProbeError`.
+    Gradients stream: each is scored and freed as it appears. With `windows`, parameters get theirs window by window, each in
+    passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
+    of `around()`. `scale` multiplies the loss and is taken out of the gradients again (a GradScaler's). A unit whose gradient
+    is not finite gets NaN; a loss that is not finite is a `ProbeError`.
     """
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
@@ -156,39 +166,22 @@ def probe(
         return tally.values()
 
     with sandbox(model, train=names):
-        if signal.needs == "activation":
-            _probe_activations(model, loss, batch, scale, blank, tally)
-            return tally.values()
-        pair = batches.halves(batch) if signal.cross else None
-        if pair is None:
-            update = _updater(optimizer, params)
-            _stream(
-                model,
-                loss,
-                batch,
-                scale,
-                {name: params[name] for name in names},
-                lambda name, grad: tally.add(replace(blank[name], grad=grad, update=lambda: update(name, grad))),
-            )
-            return tally.values()
-        update, start = _updater(optimizer, params), rng_states()
-        for window in _windows(names, params, signal.hold):
+        pair = batches.halves(batch) if signal.cross and signal.needs == "gradient" else None
+        if windows is None:
+            windows = _windows(names, params, signal.hold if pair is not None else None)
+        start = rng_states()
+        for window in windows:
             set_rng_states(start)  # every window sees the same dropout
-            chosen = {name: params[name] for name in window}
+            chosen = {name: params[name] for name in window if name in blank}
             for name in names:
                 params[name].requires_grad_(name in chosen)
-            first: dict[str, torch.Tensor] = {}
-            _stream(model, loss, pair[0], scale, chosen, first.__setitem__)
-
-            def both(name: str, grad: torch.Tensor, first: dict[str, torch.Tensor] = first) -> None:
-                other = first.pop(name, None)
-                if other is None:  # this half of the batch did not reach it
-                    return
-                seen = blank[name]
-                tally.add(replace(seen, grad=other, update=lambda: update(name, grad)), 0.5)
-                tally.add(replace(seen, grad=grad, update=lambda: update(name, other)), 0.5)
-
-            _stream(model, loss, pair[1], scale, chosen, both)
+            passes = _Passes(model, loss, scale, chosen, blank, tally, around)
+            if signal.needs == "activation":
+                passes.activations(batch)
+            elif pair is None:
+                passes.gradients(batch, _updater(optimizer, params))
+            else:
+                passes.halves(pair, _updater(optimizer, params))
     return tally.values()
 
 
@@ -249,33 +242,102 @@ def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Ten
     return along[list(part.index)].sum()
 
 
-def _stream(
-    model: nn.Module,
-    loss: Loss,
-    batch: Any,
-    scale: float,
-    params: Mapping[str, nn.Parameter],
-    on_grad: Callable[[str, torch.Tensor], None],
-) -> None:
-    """One forward and backward pass; every gradient is handed over as it appears, then let go."""
+@dataclass(frozen=True)
+class _Passes:
+    """Forward and backward passes into some parameters; each gradient is scored as it appears, then let go."""
 
-    def hook(name: str) -> Callable[[torch.Tensor], None]:
-        def take(param: torch.Tensor) -> None:
-            grad, param.grad = param.grad, None
-            if grad is not None:
-                grad = grad.to_dense() if grad.is_sparse else grad
-                on_grad(name, grad / scale if scale != 1.0 else grad)
+    model: nn.Module
+    loss: Loss
+    scale: float
+    params: Mapping[str, nn.Parameter]
+    blank: Mapping[str, Seen]
+    tally: _Tally
+    around: Around
 
-        return take
+    def gradients(self, batch: Any, update: _Update) -> None:
+        """One pass: every gradient against the update that it makes."""
 
-    handles = [param.register_post_accumulate_grad_hook(hook(name)) for name, param in params.items()]
-    try:
-        value = _finite_loss(model, loss, batch)
-        if value.requires_grad:  # into these parameters alone: the loss may have some of its own
-            torch.autograd.backward(value * scale if scale != 1.0 else value, inputs=list(params.values()))
-    finally:
-        for handle in handles:
-            handle.remove()
+        def take(name: str, grad: torch.Tensor) -> None:
+            self.tally.add(replace(self.blank[name], grad=grad, update=lambda: update(name, grad)))
+
+        self._stream(batch, take)
+
+    def halves(self, pair: tuple[Any, Any], update: _Update) -> None:
+        """Two passes: each half's gradient against the update that the other's makes."""
+        first: dict[str, torch.Tensor] = {}
+        self._stream(pair[0], first.__setitem__)
+
+        def take(name: str, grad: torch.Tensor) -> None:
+            other = first.pop(name, None)
+            if other is None:  # this half of the batch did not reach it
+                return
+            seen = self.blank[name]
+            self.tally.add(replace(seen, grad=other, update=lambda: update(name, grad)), 0.5)
+            self.tally.add(replace(seen, grad=grad, update=lambda: update(name, other)), 0.5)
+
+        self._stream(pair[1], take)
+
+    def activations(self, batch: Any) -> None:
+        """One pass that squares Σ a·g per sample and channel at the output of every module with parameters of its own."""
+        name_of = {param: name for name, param in self.params.items()}
+        layers: list[nn.Module] = [module for module in self.model.modules() if isinstance(module, _LAYERS)]
+        own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in layers}
+        own = {module: names for module, names in own.items() if names}
+        sums: dict[nn.Module, torch.Tensor] = {}  # (samples, channels), over all uses of the module
+        through_modules: set[str] = set()
+        samples = batches.size(batch) or 1
+
+        def on_output(module: nn.Module, _: Any, output: Any) -> None:
+            out = next(batches.tensors(output), None)
+            if out is None or not out.requires_grad or out.dim() < 2:
+                return
+            through_modules.update(own[module])
+            activation = out.detach().clone()  # a copy: what follows may work in place
+
+            def on_out_grad(grad: torch.Tensor) -> None:
+                product = (activation * grad / self.scale).float().movedim(_channel_dim(module, activation), 1)
+                per_channel = product.reshape(product.shape[0], product.shape[1], -1).sum(dim=2)
+                sums[module] = sums[module] + per_channel if module in sums else per_channel
+
+            out.register_hook(on_out_grad)
+
+        def on_grad(name: str, grad: torch.Tensor) -> None:
+            if name not in through_modules:
+                along = (self.blank[name].weight * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1).sum(dim=1)
+                self.tally.add(replace(self.blank[name], potential=along.square() / (2 * samples**2)))
+
+        handles = [module.register_forward_hook(on_output) for module in own]
+        try:
+            self._stream(batch, on_grad)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for module, total in sums.items():
+            potential = total.square().sum(dim=0) / (2 * total.shape[0])
+            self.tally.add(replace(self.blank[own[module][0]], potential=potential))
+
+    def _stream(self, batch: Any, on_grad: Callable[[str, torch.Tensor], None]) -> None:
+        """One forward and backward pass; every gradient is handed over as it appears, then let go."""
+
+        def hook(name: str) -> Callable[[torch.Tensor], None]:
+            def take(param: torch.Tensor) -> None:
+                grad, param.grad = param.grad, None
+                if grad is not None:
+                    grad = grad.to_dense() if grad.is_sparse else grad
+                    on_grad(name, grad / self.scale if self.scale != 1.0 else grad)
+
+            return take
+
+        handles = [param.register_post_accumulate_grad_hook(hook(name)) for name, param in self.params.items()]
+        try:
+            with self.around():
+                value = _finite_loss(self.model, self.loss, batch)
+            if value.requires_grad:  # into these parameters alone: the loss may have some of its own
+                scaled = value * self.scale if self.scale != 1.0 else value
+                torch.autograd.backward(scaled, inputs=list(self.params.values()))
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _finite_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
@@ -288,25 +350,32 @@ def _finite_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
     return value
 
 
-def _updater(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]
-) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def _updater(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> _Update:
     """(name, gradient) → the Δw of the user's optimizer with a fresh state.
 
     One path for every optimizer: its own `step` on a copy of the parameter. 0.1 ms per tensor, and right by construction. The
-    copy has double precision, or a small update would drown in the rounding of a large weight.
+    copy has double precision, or a small update would drown in the rounding of a large weight. Where the optimizer treats
+    every element by itself, large parameters go piece by piece, which takes up little memory.
     """
     grouped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+    def step(param: nn.Parameter, value: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        precise = torch.float32 if param.device.type == "mps" else torch.float64
+        like, (copy,) = scratch(optimizer, [param], precise, [value])
+        copy.grad = grad.to(precise)
+        scratch_step(like)
+        return copy.detach().sub_(value)
 
     def update(name: str, grad: torch.Tensor) -> torch.Tensor:
         param = params[name]
         if id(param) not in grouped:  # the optimizer would not move it
             return torch.zeros_like(grad)
-        precise = torch.float32 if param.device.type == "mps" else torch.float64
-        like, (copy,) = scratch(optimizer, [param], precise)
-        copy.grad = grad.to(precise)
-        scratch_step(like)
-        return copy.detach() - param.detach()
+        piece = _PIECE.get(param.device.type, 1 << 20)
+        if param.numel() <= piece or type(optimizer) not in ELEMENTWISE:
+            return step(param, param.detach(), grad)
+        value, flat = param.detach().reshape(-1), grad.reshape(-1)
+        pieces = [step(param, v, g).to(grad.dtype) for v, g in zip(value.split(piece), flat.split(piece), strict=True)]
+        return torch.cat(pieces).view(param.shape)
 
     return update
 
@@ -325,48 +394,6 @@ def _windows(names: Sequence[str], params: Mapping[str, nn.Parameter], hold: int
         out[-1].append(name)
         held += size
     return out
-
-
-def _probe_activations(
-    model: nn.Module, loss: Loss, batch: Any, scale: float, blank: Mapping[str, Seen], tally: _Tally
-) -> None:
-    """One pass that squares Σ a·g per sample and channel at the output of every module with parameters of its own."""
-    params = {name: param for name, param in model.named_parameters() if name in blank}
-    name_of = {param: name for name, param in params.items()}
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _LAYERS)]
-    own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in layers}
-    own = {module: names for module, names in own.items() if names}
-    sums: dict[nn.Module, torch.Tensor] = {}  # (samples, channels), over all uses of the module
-    through_modules: set[str] = set()
-    samples = batches.size(batch) or 1
-
-    def on_output(module: nn.Module, _: Any, output: Any) -> None:
-        out = next(batches.tensors(output), None)
-        if out is None or not out.requires_grad or out.dim() < 2:
-            return
-        through_modules.update(own[module])
-        activation = out.detach().clone()  # a copy: what follows may work in place
-
-        def on_out_grad(grad: torch.Tensor) -> None:
-            product = (activation * grad / scale).float().movedim(_channel_dim(module, activation), 1)
-            per_channel = product.reshape(product.shape[0], product.shape[1], -1).sum(dim=2)
-            sums[module] = sums[module] + per_channel if module in sums else per_channel
-
-        out.register_hook(on_out_grad)
-
-    def on_grad(name: str, grad: torch.Tensor) -> None:
-        if name not in through_modules:
-            along = (blank[name].weight * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1).sum(dim=1)
-            tally.add(replace(blank[name], potential=along.square() / (2 * samples**2)))
-
-    handles = [module.register_forward_hook(on_output) for module in own]
-    try:
-        _stream(model, loss, batch, scale, params, on_grad)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for module, total in sums.items():
-        tally.add(replace(blank[own[module][0]], potential=total.square().sum(dim=0) / (2 * total.shape[0])))
 
 
 # Modules whose output is their parameters' doing: channels second, or channels last.

@@ -19,7 +19,7 @@ from pliant.budget import Budget, Progress
 from pliant.choice import Choice
 from pliant.clock import Laps, Pace, Watch
 from pliant.drift import Drift
-from pliant.engine import Engine, pick
+from pliant.engine import ENGINES, Engine, pick
 from pliant.feedback import Feedback, Round
 from pliant.graph import Loss, compute_loss, trainable
 from pliant.policy import Policy
@@ -201,7 +201,9 @@ class Session:
         self._check_open()
         if self._choice.selection is not None:
             check_in_groups(self._params, optimizer, self.selection.params)
+            self._engine.check(self.selection.parts, optimizer)
             self._choice.ask_again()
+        self._engine.forget()  # what slices know is of the old one
         self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
         self._optimizer = optimizer
@@ -357,7 +359,8 @@ class Session:
         scale = self.update.scaler.get_scale() if self.update.scaler is not None else 1.0
         signal, seed = self.policy.signal, self.policy.seed
         work = signal, self.model, self._optimizer, self.loss, batch, self.units
-        return score.probe(*work, scale=scale, seed=seed, round=round)
+        windows, around = self._choice.windows(self.progress), ENGINES[self.engine]
+        return score.probe(*work, scale=scale, seed=seed, round=round, windows=windows, around=around)
 
     def _use(self, selection: Selection, took: tuple[Any, Any]) -> None:
         """Apply a selection: everything that can fail comes before the first change."""
@@ -427,6 +430,9 @@ class Session:
         self._step, self._micro = state["step"], 0
         self._pace.load(state["pace"])
         self._choice.load(state, self.progress)
+        self._engine.name = pick(self._asked_engine, self.budget.memory is not None)
+        self._choice.run_on(self.engine)
+        self._engine.forget()
         self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:
             self._undo.load(state["undo"])
@@ -434,6 +440,8 @@ class Session:
             self._apply_(self.selection)
             if state["slices"] and self._engine.slices is not None:
                 self._engine.slices.load_state_dict(state["slices"])
+        else:  # from before the first choice, which looks at everything
+            restore_(self._found)
         self._log.write("resume", step=self._step, round=self._round)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -447,7 +455,9 @@ class Session:
         if missing:
             raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is not trainable here.")
         if state["selection"]:
-            check_in_groups(self._params, self._optimizer, Selection.from_json(state["selection"]).params)
+            selection = Selection.from_json(state["selection"])
+            check_in_groups(self._params, self._optimizer, selection.params)
+            self._engine.check(selection.parts, self._optimizer)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed."""

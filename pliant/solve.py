@@ -361,6 +361,46 @@ def _fill(problem: Problem, order: list[int], stop: bool, most: int | None = Non
     return chosen
 
 
+def within_layers(solver: Solver, share: float = 0.25) -> Solver:
+    """Layers by another solver, each as its best `share` of channels; then more channels while they fit, of those layers first.
+
+    Units of one layer are those whose names agree up to a bracket ("layer[out 0:8]"); others stand for themselves.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"within_layers(share={share}): more than 0, at most 1.")
+
+    def solve(problem: Problem) -> Mask:
+        layers: dict[str, list[int]] = {}
+        for i, name in enumerate(problem.names):
+            layers.setdefault(name.partition("[")[0], []).append(i)
+        best = {name: sorted(units, key=lambda i: -problem.values[i]) for name, units in layers.items()}
+        first = {name: units[: max(1, round(share * len(units)))] for name, units in best.items()}
+        always = np.array([problem.always[units].any() for units in layers.values()])
+        picked = [_members(problem, units, first[name]) for name, units in layers.items()]
+        coarse = replace(
+            problem,
+            names=tuple(layers),
+            values=np.array([problem.values[units].sum() for units in picked]),
+            needed=np.stack([problem.needed[:, units].any(axis=1) for units in picked], axis=1),
+            always=always,
+        )
+        taken = solver(coarse)
+        chosen = problem.always.copy()
+        for units, is_taken in zip(picked, taken, strict=True):
+            chosen[units] |= is_taken
+        inside = {i for name, is_taken in zip(layers, taken, strict=True) if is_taken for i in layers[name]}
+        more = [i for i in range(len(problem.names)) if problem.values[i] > 0 and not chosen[i]]
+        order = sorted(more, key=lambda i: (i not in inside, -problem.values[i]))
+        return _fill(replace(problem, always=chosen), order, stop=False)
+
+    return solve
+
+
+def _members(problem: Problem, units: list[int], best: list[int]) -> list[int]:
+    """What stands for a layer: what is always chosen of it, else its best channels."""
+    return [i for i in units if problem.always[i]] or best
+
+
 def fixed(*globs: str) -> Solver:
     """Always the units whose names match; budgets are not looked at here (a choice over its budget is still refused)."""
 

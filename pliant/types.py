@@ -129,10 +129,32 @@ class Charge:
     engine: str | None = None
 
     def share_of(self, dim: int | None, share: float) -> float:
-        """How much of it is due for a slice of its parameter: of a kept input, as much as the slice has of the inputs."""
+        """How much of it is due for a slice of its parameter: of a kept input, as much as the slice has of the inputs.
+
+        Beside a slice's gradient a copy of the slice itself stands, for the optimizer.
+        """
         if dim is None or (self.kind == KEPT and dim != 1):
             return 1.0
+        if self.kind == "gradient":
+            return 2 * share
         return share if self.kind in (KEPT, "optimizer", "gradient", "scratch") or self.name.startswith("dW ") else 1.0
+
+    def share(self, pieces: Iterable[tuple[int | None, float]], behind: bool = False) -> float:
+        """How much of it is due for these pieces (dimension and share) of its parameters, and whether it is `behind` them.
+
+        The largest decides, and copies come beside it.
+        """
+        most, copies = float(behind), 0.0
+        for dim, share in pieces:
+            if self.is_copied(dim):
+                copies += share
+            else:
+                most = max(most, self.share_of(dim, share))
+        return most + copies
+
+    def is_copied(self, dim: int | None) -> bool:
+        """Whether a slice along this dimension keeps a copy of its own: its channels of a layer's input."""
+        return self.kind == KEPT and dim == 1
 
     @property
     def kind(self) -> str:
@@ -228,7 +250,7 @@ class Profile:
             behind = any(map(due.__getitem__, charge.via))
             due[i] = behind or not chosen.keys().isdisjoint(charge.params)
             if due[i] and charge.engine in (None, self.engine):
-                share = 1.0 if behind else max(charge.share_of(*chosen[p]) for p in charge.params if p in chosen)
+                share = charge.share([chosen[p] for p in charge.params if p in chosen], behind)
                 out.append(charge if share == 1.0 else replace(charge, cost=charge.cost.times(share)))
         return out[::-1]
 
@@ -252,6 +274,20 @@ class Profile:
     def params(self) -> tuple[str, ...]:
         """Every parameter that some charge names, nearest the loss first."""
         return tuple(dict.fromkeys(p for charge in self.charges for p in charge.params))
+
+    def param_bytes(self, name: str) -> int:
+        """What a gradient of this parameter takes up."""
+        return sum(charge.cost.bytes for charge in self.charges if charge.name == f"gradient: {name}")
+
+    def output_bytes(self, name: str) -> int:
+        """What the outputs of the operations that use this parameter take up."""
+        return sum(c.cost.bytes for c in self.charges if c.kind == "node" and name in c.params)
+
+    @cached_property
+    def without_optimizer(self) -> Profile:
+        """What forward and backward passes cost that no step of the optimizer follows."""
+        charges = (replace(c, cost=Cost()) if c.kind in ("optimizer", "scratch") else c for c in self.charges)
+        return replace(self, charges=tuple(charges))
 
     @cached_property
     def full(self) -> Cost:
@@ -289,20 +325,23 @@ class Profile:
                 held[slice(*(charge.live or (0, None)))] += charge.cost.bytes * share
 
         for i in range(len(self.charges) - 1, -1, -1):
-            charge, row, apart = self.charges[i], np.zeros(len(units), bool), np.zeros(len(units), bool)
+            charge, row, own = self.charges[i], np.zeros(len(units), bool), dict[int, list[tuple[int | None, float]]]()
             for j in charge.via:
                 row |= rows[j]
             for param in charge.params:
                 row |= whole[param]
-            for param in charge.params:
                 for k, dim, share in cut.get(param, ()):
-                    apart[k] = True
-                    if row.any() or charge.share_of(dim, share) == 1.0:
-                        row[k] = True
-                    else:  # each pays for its own slice
-                        add(np.arange(len(units)) == k, charge, share)
+                    own.setdefault(k, []).append((dim, share))
+            behind = bool(row.any())
+            for k, pieces in own.items():
+                rest = [charge.share_of(dim, 0.0) for dim, _ in pieces if not charge.is_copied(dim)]
+                row[k] |= max(rest, default=0.0) == 1.0 or (behind and bool(rest))
+                share = charge.share(pieces, bool(row[k])) - row[k]
+                if share > 0:  # each pays for its own slice
+                    add(np.arange(len(units)) == k, charge, share)
             add(row, charge)
-            rows[i] = row | apart
+            rows[i] = row.copy()
+            rows[i][list(own)] = True
         needed = np.array([row for row, _, _ in merged.values()], bool).reshape(len(merged), len(units))
         prices = np.array([price for _, price, _ in merged.values()], float).reshape(len(merged), 2)
         held = np.array([held for _, _, held in merged.values()], float).reshape(len(merged), len(self.moments)).T

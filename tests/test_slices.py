@@ -17,7 +17,8 @@ from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
 from pliant import Part
-from pliant.engine.slices import ELEMENTWISE, Slices
+from pliant.apply import ELEMENTWISE
+from pliant.engine.slices import Slices
 from pliant.graph import trainable
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -39,8 +39,8 @@ class Engine:
     def __init__(self, name: str) -> None:
         self.name = name
         self.slices: Slices | None = None
-        self._told: list[str] = []
-        self._untold: str | None = None
+        self._told: set[str] = set()
+        self._untold: set[str] = set()
         self._callers: _CallersStep | None = None
 
     # ------------------------------------------------------------ what trains
@@ -81,14 +81,13 @@ class Engine:
 
     def after(self, inside: Any) -> None:
         """Remember what it could not do."""
-        unknown = sorted(getattr(inside, "not_lean", ()))
-        if unknown and unknown != self._told:
-            self._told, self._untold = unknown, f"not lean: {', '.join(unknown)} keep what plain autograd keeps"
+        self._untold |= set(getattr(inside, "not_lean", ())) - self._told
 
     def news(self) -> str | None:
         """What could not be done, told once."""
-        untold, self._untold = self._untold, None
-        return untold
+        untold, self._untold = sorted(self._untold), set()
+        self._told.update(untold)
+        return f"not lean: {', '.join(untold)} keep what plain autograd keeps" if untold else None
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Clipping and the optimizer's step go inside of this."""
@@ -113,17 +112,19 @@ class _CallersStep:
     """Hooks on the model and its optimizer for one step. A copy of the model does not take the engine along."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        inside: list[Any] = []
+        self._inside: list[Any] = []
         self._standing = standing = ExitStack()
+        inside, mine = self._inside, ref(model)
         forward, after, stepping = WeakMethod(engine.forward), WeakMethod(engine.after), WeakMethod(engine.stepping)
 
-        def enter(*_: Any) -> None:
-            call = forward()
-            inside.append(call() if call is not None and torch.is_grad_enabled() else nullcontext())
-            inside[-1].__enter__()
+        def enter(module: nn.Module, *_: Any) -> None:
+            call = forward() if module is mine() else None  # a copy of the model has these hooks too
+            if call is not None:
+                inside.append(call() if torch.is_grad_enabled() else nullcontext())
+                inside[-1].__enter__()
 
-        def leave(*_: Any) -> None:
-            if inside:
+        def leave(module: nn.Module, *_: Any) -> None:
+            if inside and module is mine():
                 was, call = inside.pop(), after()
                 was.__exit__(None, None, None)
                 if call is not None:
@@ -142,6 +143,8 @@ class _CallersStep:
 
     def close(self) -> None:
         """After the optimizer's step, or where none came."""
+        while self._inside:  # a forward pass that was interrupted: hooks do not see that
+            self._inside.pop().__exit__(None, None, None)
         self._standing.close()
         for handle in self._handles:
             handle.remove()

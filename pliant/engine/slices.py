@@ -24,15 +24,8 @@ from torch import nn, optim
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from pliant.apply import ELEMENTWISE
 from pliant.types import Part
-
-# Every element's update depends on that element's own gradients and state: what is cut out moves as it would inside the whole.
-# fmt: off
-ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.RMSprop, optim.Adagrad, optim.Adadelta,
-    optim.ASGD, optim.Rprop,
-)
-# fmt: on
 
 
 def check_elementwise(optimizer: optim.Optimizer) -> None:
