@@ -214,13 +214,14 @@ def main() -> None:
     parser.add_argument("--selections", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="of each run")
-    parser.add_argument("--long", type=int, default=1000, help="steps of the run that tells what choosing costs")
+    parser.add_argument("--long", type=int, default=None, help="steps of the run that tells what choosing costs")
     parser.add_argument("--networks", nargs="+", choices=list(nets.NETS), default=None, help="just these")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:
         args.selections, args.steps, args.long, args.pixels, args.networks = 6, 30, 0, 32, args.networks or list(QUICK)
+    args.long = (2000 if args.device == "cuda" else 1000) if args.long is None else args.long
     args.batch = args.batch or (192 if args.device == "cuda" else 8)
     args.pixels = args.pixels or (224 if args.device == "cuda" else 64)
     setting = {k: getattr(args, k) for k in ("device", "batch", "pixels", "selections", "repeats", "steps", "long")}

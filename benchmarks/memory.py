@@ -10,7 +10,8 @@ Per network, batch and selection, every way of running it has a copy of the netw
 
 Ways: `full` trains everything; `gradient masks` compute every gradient and zero those not chosen, before the optimizer;
 `plain freezing` is requires_grad=False and norms at rest where nothing is chosen (`--norm frozen`: everywhere); `checkpointing`
-is the same with every block under torch.utils.checkpoint; `lean` the same with the forward pass under `Lean`.
+is the same with every block under torch.utils.checkpoint; `lean` the same with the forward pass under `Lean`; with a quarter of
+the channels, just that much of each chosen convolution and linear layer trains: less work, and so no comparison of speed.
 
 Kept: what lives after the forward pass beyond what lived before it. Peak: the most that lives during a step, optimizer state
 included, less the peak of an inference pass over the same batch (no gradients, eval mode). Parameters and the batch do not
@@ -34,7 +35,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -48,14 +49,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from training import clock
 
-from pliant import units
+from pliant import Part, units
 from pliant.apply import NormRule, Norms, sandbox
 from pliant.engine.lean import Lean
+from pliant.engine.slices import Slices
 from pliant.graph import Graph, read, trainable
 from pliant.memory import Live, storage
 
 QUICK = ("mobilenet_v2_0.35", "mcunet")
 PLAIN = "plain freezing"
+SLICES = "lean, a quarter of the channels"
 
 # ---------------------------------------------------------------- selections: a graph → names of parameters
 
@@ -140,12 +143,28 @@ def lean(model: nn.Module, chosen: Collection[str], norm: NormRule) -> Forward:
     return under_lean
 
 
+class Quarter:
+    """Under `Lean`, with the first quarter of the output channels of every chosen convolution and linear layer alone."""
+
+    def __init__(self, model: nn.Module, chosen: Collection[str], norm: NormRule) -> None:
+        self._forward = plain(model, chosen, norm)
+        params = dict(model.named_parameters())
+        layers = [name for name, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear)) and len(m.weight) >= 4]
+        mine = [f"{name}.{kind}" for name in layers for kind in ("weight", "bias") if f"{name}.weight" in chosen]
+        self.slices = Slices(params, [Part(n, 0, tuple(range(len(params[n]) // 4))) for n in mine if n in chosen])
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        with Lean(self.slices):
+            return self._forward(batch)
+
+
 WAYS: dict[str, Way] = {
     "full": full,
     "gradient masks": masks,
     PLAIN: plain,
     "checkpointing": checkpointed,
     "lean": lean,
+    SLICES: Quarter,
 }
 
 # ---------------------------------------------------------------- measuring
@@ -157,14 +176,25 @@ class Run:
     def __init__(self, way: Way, model: nn.Module, chosen: Collection[str], batch: Any, setting: dict[str, Any]) -> None:
         self.model, self.batch, self.device = copy.deepcopy(model), batch, setting["device"]
         self.forward = way(self.model, chosen, setting["norm"])
-        mine = [param for param in self.model.parameters() if param.requires_grad]
+        self.slices: Slices | None = getattr(self.forward, "slices", None)
+        sliced = self.slices.parts if self.slices is not None else {}
+        mine = [param for name, param in self.model.named_parameters() if param.requires_grad or name in sliced]
         self.optimizer = torch.optim.SGD(mine, lr=1e-4, momentum=0.9)
         self.seconds: list[float] = []
 
     def step(self) -> None:
-        self.optimizer.zero_grad()
+        self.zero_grad()
         self.forward(self.batch).backward()
-        self.optimizer.step()
+        self.update()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        if self.slices is not None:
+            self.slices.zero_grad()
+
+    def update(self) -> None:
+        with self.slices.standing_in(self.optimizer) if self.slices is not None else nullcontext():
+            self.optimizer.step()
 
     def measured(self) -> dict[str, Any]:
         """Bytes kept, the peak, the optimizer's state; and the seconds that it took to see, which are not its own."""
@@ -172,17 +202,19 @@ class Run:
         with Live(torch.device(self.device)) as live:
             self.step()  # makes the optimizer's state
             start = clock(self.device)
-            self.optimizer.zero_grad()
+            self.zero_grad()
             live.forget()
             before = live.bytes
             value = self.forward(self.batch)
             kept = live.bytes - before - storage(value)[1]
             value.backward()
-            self.optimizer.step()
+            self.update()
             peak, seconds = live.peak, clock(self.device) - start
-        held = self.optimizer.state.values()
+        held = list(self.optimizer.state.values())
+        if self.slices is not None:
+            held += [saved["state"] for saved in self.slices.state_dict().values()]
         state = sum(t.numel() * t.element_size() for s in held for t in s.values() if isinstance(t, torch.Tensor))
-        self.optimizer.zero_grad()
+        self.zero_grad()
         allocated = state + allocated_peak(self.step) if self.device == "cpu" else peak
         return {"kept": kept, "peak": peak, "allocated": allocated, "state": state, "seconds_seen": seconds}
 

@@ -26,7 +26,7 @@ def pliant(
     """Ours, and the default: whole layers by a noise-corrected gain, every budget at once on the true graph, again on drift."""
     return Policy(
         units.layers(),
-        score.update_gain(cross=True, smooth=0.5),
+        score.update_gain(cross=True, batches=2, smooth=0.5),
         timed,
         solve.milp(gap=1e-4),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
