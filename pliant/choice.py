@@ -163,6 +163,8 @@ class Choice:
             return "the cheapest step there is takes more"
         if recent < asked and len(self.selection.units) >= sum(value > 0 for value in self.selection.values.values()):
             return "everything that is worth training is chosen"
+        if self.feedback.is_stuck(asked):
+            return "the next choice up takes a quarter more than was asked, or more still"
         return None
 
     def take(self, selection: Selection, now: Progress) -> None:

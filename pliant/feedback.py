@@ -11,7 +11,7 @@ WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
 _PAY_BACK = (
     10  # steps, or more where the next correction must wait longer, over which seconds that were saved or overspent are spread
 )
-_LEAST, _MOST = 0.5, 2.0  # of what was asked: a step goes no further to pay back. Where choices lie far apart, they alternate
+_LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
 
 
@@ -95,6 +95,11 @@ class Feedback:
         """Whether a step of which so much is predicted comes nearer to what it should take than steps do now."""
         target = self.target(asked)
         return self.recent is None or abs(predicted * self.ratio - target) < abs(self.recent - target)
+
+    def is_stuck(self, asked: float) -> bool:
+        """Whether so much was saved that a step may take all that it ever may, and steps still take less than was asked."""
+        since = self.rounds[-1].steps if self.rounds else 0  # a correction had its chance
+        return since > _PAY_BACK and self.recent is not None and self.recent < asked and self.target(asked) >= _MOST * asked
 
     def forget(self) -> None:
         """Another budget: nothing is owed from the old one."""

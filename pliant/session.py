@@ -246,6 +246,10 @@ class Session:
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; then the caller's own forward, backward and step follow."""
         self._begin_step(batch)
+        if self._engine.slices is not None and self.update.scaler is not None:
+            raise ValueError(
+                "a GradScaler unscales before slices stand in for their parameters: take such steps with session.step."
+            )
         self._engine.hang_on(self.model, self._optimizer)
 
     def _begin_step(self, batch: Any) -> None:

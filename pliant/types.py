@@ -136,7 +136,7 @@ class Charge:
         if dim is None or (self.kind == KEPT and dim != 1):
             return 1.0
         if self.kind == "gradient":
-            return 2 * share
+            return min(2 * share, 1.0)  # and no slice costs more than the whole
         return share if self.kind in (KEPT, "optimizer", "gradient", "scratch") or self.name.startswith("dW ") else 1.0
 
     def share(self, pieces: Iterable[tuple[int | None, float]], behind: bool = False) -> float:

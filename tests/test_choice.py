@@ -144,23 +144,52 @@ def test_a_device_that_turns_slow_in_the_middle_is_followed(start: Open, device:
         assert device.now / 300 == pytest.approx(0.5 * session.profile.full.seconds, rel=0.03)
 
 
-@pytest.mark.parametrize("speed", [FAST, 1.0, 1.1])
-@pytest.mark.parametrize("between", [0.2, 0.5, 0.8])
+def coarse(head: int, body: int) -> nn.Module:
+    """Few choices: the layers behind the first, or everything."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, body), nn.ReLU(), nn.Linear(body, head), nn.ReLU(), nn.Linear(head, 3))
+
+
+def heavy(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, batch: Any, **how: Any) -> Profile:
+    """A forward pass of three times the usual weight: the least that can be chosen and the most are not far apart."""
+    profile = steady(model, optimizer, loss, batch, **how)
+    return replace(profile, base=replace(profile.base, seconds=profile.base.seconds * 3))
+
+
+def whole_and_head(model: nn.Module, cost: Callable[..., Profile]) -> tuple[Profile, float]:
+    profile = cost(model, sgd(model), classify, STREAM[0])
+    head = Unit("head", (Part("2.weight"), Part("2.bias"), Part("4.weight"), Part("4.bias")))
+    return profile, profile.cost([head]).seconds
+
+
+@pytest.mark.parametrize("speed", [0.96, 1.0, 1.02])
+@pytest.mark.parametrize("between", [0.4, 0.6, 0.8])
 def test_where_choices_lie_far_apart_they_alternate(
     between: float, speed: float, start: Open, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    coarse = nn.Sequential(nn.Linear(6, 60), nn.ReLU(), nn.Linear(60, 3))
-    profile = light(coarse, sgd(coarse), classify, STREAM[0])
-    head = Unit("head", (Part("2.weight"), Part("2.bias")))
-    least, most = speed * profile.cost([head]).seconds, speed * profile.full.seconds
+    model = coarse(60, 20)
+    profile, head = whole_and_head(model, heavy)
+    least, most = speed * head, speed * profile.full.seconds
+    assert 1.1 < most / least < 1.25
     device.speed, asked = speed, least + between * (most - least)
     plans = []
     monkeypatch.setattr("pliant.choice.plan", lambda *words: plans.append(plan(*words)) or plans[-1])
-    with start(last(asked / profile.full.seconds), coarse) as session:
-        assert len({selection.units for selection in train(session, 300)}) == 2
+    with start(replace(last(asked / profile.full.seconds), cost=heavy), model) as session:
+        assert len({selection.units for selection in train(session, 300)}) > 1
         assert device.now / 300 == pytest.approx(asked, rel=0.03)
         assert len(plans) < len(session.rounds)  # going back to what was planned before needs no planning
+
+
+def test_where_the_next_choice_lies_too_far_the_log_says_so(start: Open, device: Device, tmp_path: Path) -> None:
+    model, log = coarse(3, 60), tmp_path / "run.jsonl"
+    profile, head = whole_and_head(model, light)
+    asked = head + 0.2 * (profile.full.seconds - head)
+    assert profile.full.seconds > 1.25 * asked
+    with start(last(asked / profile.full.seconds), model, log=log) as session:
+        chosen = {selection.units for selection in train(session, 100)}
+        assert len(chosen) == 1
+    [note] = notes(log)
+    assert note.endswith("the next choice up takes a quarter more than was asked, or more still")
 
 
 def test_where_corrections_must_wait_debts_are_paid_back_slowly(
@@ -297,7 +326,7 @@ def test_a_correction_keeps_the_draw_of_its_round(start: Open, device: Device) -
         corrected = [after for before, after in pairwise(chosen) if after.round == before.round and after != before]
         assert {selection.round for selection in corrected} == {0, 1}
         for selection in corrected:
-            share = selection.limit["seconds"] / session.profile.full.seconds
+            share = selection.cost.seconds / session.profile.full.seconds
             alike = replace(policy, budget=Budget(time=share))
             drawn = plan(alike, session.profile, values, Progress(round=selection.round))
             assert drawn.units == selection.units

@@ -85,11 +85,9 @@ def test_no_limit_and_one_that_moves_by_itself_leave_no_debt(asked: float | None
 
 
 @pytest.mark.parametrize(
-    ("debt", "target"), [(0.0, 2.0), (1.0, 2.1), (-1.0, 1.9), (10.0, 3.0), (1e9, 4.0), (-5.0, 1.5), (-1e9, 1.0)]
+    ("debt", "target"), [(0.0, 2.0), (1.0, 2.1), (-1.0, 1.9), (5.0, 2.5), (1e9, 2.5), (-5.0, 1.5), (-1e9, 1.5)]
 )
-def test_debt_is_paid_back_over_ten_steps_by_no_less_than_half_and_no_more_than_twice_what_was_asked(
-    debt: float, target: float
-) -> None:
+def test_debt_is_paid_back_over_ten_steps_and_never_by_more_than_a_quarter(debt: float, target: float) -> None:
     feedback = following(debt=debt, ratio=1.25)
     assert feedback.target(ASKED) == pytest.approx(target, rel=1e-12)
     assert feedback.correction(ASKED) == pytest.approx(target / ASKED / 1.25, rel=1e-12)

@@ -273,7 +273,8 @@ def test_law_8_an_operation_gives_the_gradients_of_plain_autograd(name: str, dat
     with mixed:
         plain = result(op.call, tensors, wants, nullcontext(), odd)
         piece, small = data.draw(st.sampled_from([8, 64, bits._PIECE])), data.draw(st.sampled_from([1, lean._SMALL]))
-        with patch.object(bits, "_PIECE", piece), patch.object(lean, "_SMALL", small):
+        norm = patch.object(lean, "_SMALL_NORM", data.draw(st.sampled_from([0, lean._SMALL_NORM])))
+        with patch.object(bits, "_PIECE", piece), patch.object(lean, "_SMALL", small), norm:
             ours = result(op.call, tensors, wants, Lean(), odd)
     if op.exact or "weight" in wants:
         assert differences(ours, plain) == []
@@ -577,15 +578,32 @@ TWICE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "noise": F.dropout,
     "norm at rest": lambda x: F.batch_norm(x, torch.zeros(2), torch.ones(2)),
 }
+RIGHT_TWICE = ("norm at rest",)  # which needs none of the values that are not kept
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_to_differentiate_twice_is_an_error_and_never_wrong(name: str) -> None:
-    x = torch.randn(2, 2, 16, 16, requires_grad=True)
-    with Lean():
-        y = TWICE[name](x).pow(2).sum()
-    with pytest.raises(RuntimeError, match="twice"):
+def test_to_differentiate_twice_is_an_error_or_right(name: str) -> None:
+    def second(around: AbstractContextManager[Any]) -> torch.Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(2, 2, 16, 16, requires_grad=True)
+        with around:
+            y = TWICE[name](x).pow(2).sum()
         (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        return torch.autograd.grad(grad.sum(), x)[0]
+
+    if name in RIGHT_TWICE:
+        assert close(second(Lean()), second(nullcontext()))
+    else:
+        with pytest.raises(RuntimeError, match="twice"):
+            second(Lean())
+
+
+def test_a_large_norm_at_rest_is_not_differentiated_twice() -> None:
+    x = torch.randn(2, 2, 16, 16, requires_grad=True)
+    with patch.object(lean, "_SMALL_NORM", 0), Lean():
+        y = TWICE["norm at rest"](x).pow(2).sum()
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
         grad.sum().backward()
 
 

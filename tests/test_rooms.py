@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roofline": {"types", "clock", "graph", "torch"},
     "survey": {"types", "graph", "measure", "roofline", "units", "apply", "torch", "rich"},
     "score": {"types", "apply", "batches", "torch", "numpy"},
-    "engine": {"types", "apply", "torch", "numpy"},
+    "engine": {"types", "apply", "torch", "numpy", "triton"},
     "undo": {"torch"},
     "runlog": {"torch"},
     "drift": {"types"},

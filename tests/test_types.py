@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from instances import chain_profile, laws, profiles, units
+from torch import nn
 
-from pliant import Budget, BudgetError, Cost, Part, PliantError, Profile, ProfileMismatch, Progress, Selection, Unit
+from pliant import Budget, BudgetError, Cost, Part, PliantError, Profile, ProfileMismatch, Progress, Selection, Unit, measure
+from pliant.graph import read
 from pliant.types import Charge, _highest, match, write_aside
+from pliant.units import channels
 
 # ---------------------------------------------------------------- names
 
@@ -129,6 +135,113 @@ def test_a_charge_lives_within_the_moments_of_its_profile(live: tuple[int, int])
 )
 def test_a_charge_tells_its_kind(name: str, kind: str) -> None:
     assert Charge(name, Cost()).kind == kind
+
+
+# ---------------------------------------------------------------- slices
+
+
+class Small(nn.Module):
+    """A chain with groups, a branch that reads what another layer reads, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.c, self.d = nn.Conv2d(8, 8, 1, bias=False), nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.b(torch.relu(self.a(x))))
+        return self.head((torch.sigmoid(self.c(x)) + self.d(x)).mean((2, 3)))
+
+
+@functools.cache
+def counted_small() -> tuple[Profile, dict[str, tuple[Unit, ...]]]:
+    """Its profile, and its channels by axis."""
+    torch.manual_seed(0)
+    model, x = Small(), torch.randn(4, 3, 6, 6)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    profile = measure.counted(model, torch.optim.AdamW(model.parameters()), loss, x)
+    graph = read(model, loss, x)
+    return profile, {axis: channels(axis, group=2)(graph) for axis in ("out", "in")}  # type: ignore[arg-type]
+
+
+def of_kind(profile: Profile, chosen: Iterable[Unit], kind: str, param: str) -> int:
+    """Bytes, or MACs where there are no bytes, of one kind that name this parameter."""
+    due = [c for c in profile.due(chosen) if c.kind == kind and param in c.params]
+    return sum(c.cost.bytes for c in due) or sum(c.cost.macs for c in due)
+
+
+@pytest.mark.parametrize("engine", ["plain", "lean"])
+@pytest.mark.parametrize("layer", ["b", "c", "d"])
+@pytest.mark.parametrize("axis", ["out", "in"])
+def test_a_quarter_of_a_layer_costs_a_quarter_of_its_own(axis: str, layer: str, engine: str) -> None:
+    profile, by_axis = counted_small()
+    profile, weight = profile.on(engine), f"{layer}.weight"
+    all_of_it = [unit for unit in by_axis[axis] if weight in unit.params]
+    count = len(all_of_it)
+    assert count == (2 if (axis, layer) == ("in", "b") else 4)
+    whole = [Unit(weight, (Part(weight),))]
+    for unit in all_of_it:
+        for kind, share in (("optimizer", 1), ("dW", 1), ("kept", 1 if axis == "in" else count)):
+            assert of_kind(profile, [unit], kind, weight) == pytest.approx(
+                share * of_kind(profile, whole, kind, weight) / count, abs=3
+            ), kind
+        # Beside the gradient of a slice stands a copy of the slice.
+        assert of_kind(profile, [unit], "gradient", weight) in (
+            of_kind(profile, whole, "gradient", weight) * n // count for n in (1, 2)
+        )
+        assert profile.cost([unit]).macs < profile.cost(whole).macs
+
+
+@pytest.mark.parametrize("engine", ["plain", "lean"])
+@pytest.mark.parametrize("axis", ["out", "in"])
+def test_all_channels_of_a_layer_are_the_layer(axis: str, engine: str) -> None:
+    profile, by_axis = counted_small()
+    profile = profile.on(engine)
+    for layer in ("a", "b", "c", "d", "head"):
+        all_of_it = [unit for unit in by_axis[axis] if f"{layer}.weight" in unit.params]
+        params = dict.fromkeys(param for unit in all_of_it for param in unit.params)
+        assert profile.cost(all_of_it) == profile.cost([Unit(layer, tuple(map(Part, params)))])
+
+
+@laws(150)
+@given(st.data(), st.sampled_from(["out", "in"]), st.sampled_from(["plain", "lean"]))
+def test_cost_and_table_of_slices_agree(data: st.DataObject, axis: str, engine: str) -> None:
+    profile, by_axis = counted_small()
+    profile, candidates = profile.on(engine), by_axis[axis]
+    chosen = data.draw(st.sets(st.integers(0, len(candidates) - 1)))
+    table, cost = profile.table(candidates), profile.cost(candidates[i] for i in chosen)
+    due = table.needed[:, sorted(chosen)].any(axis=1)
+    assert table.seconds[due].sum() == pytest.approx(cost.seconds - profile.base.seconds)
+    assert table.macs[due].sum() == pytest.approx(cost.macs - profile.base.macs, abs=len(profile.charges))
+    held = (table.standing + table.bytes[:, due].sum(axis=1)).max()
+    assert held >= cost.bytes - profile.base.bytes - len(profile.charges), "rounding aside, never below"
+
+
+def test_what_weight_and_bias_share_is_paid_once_by_a_slice_of_both() -> None:
+    profile = Profile((Charge("dW shared x", Cost(8.0, 8, 8), ("w", "b")),), Cost(), shapes={"w": (4, 2), "b": (4,)})
+    quarters = tuple(Unit(f"{i}", (Part("w", 0, (i,)), Part("b", 0, (i,)))) for i in range(4))
+    table = profile.table(quarters)
+    assert profile.cost(quarters[:1]).seconds == table.seconds[table.needed[:, 0]].sum() == 2.0
+    assert profile.cost(quarters[:3]).seconds == table.seconds[table.needed[:, :3].any(axis=1)].sum() == 6.0
+
+
+def test_each_slice_of_inputs_keeps_a_copy_beside_what_others_keep() -> None:
+    """Of an input that two layers read, and an activation before them keeps."""
+    charges = (Charge("kept", Cost(bytes=80), ("w", "v"), (1,)), Charge("Relu", Cost(), ("before",)))
+    profile = Profile(charges, Cost(), shapes={"w": (4, 4), "v": (4, 4), "before": (4,)})
+    w, v = (Unit(name, (Part(name, 1, (0,)),)) for name in "wv")
+    all_units = (w, v, Unit("before", (Part("before"),)), Unit("out", (Part("w", 0, (0,)),)))
+    assert [profile.kept([unit]) for unit in all_units] == [20, 20, 80, 80]
+    assert profile.kept([w, v]) == 40
+    assert profile.kept(all_units[:3]) == 120
+    table = profile.table(all_units[:3])
+    for chosen in ([0], [1], [2], [0, 1], [0, 2], [0, 1, 2]):
+        due = table.needed[:, chosen].any(axis=1)
+        assert table.bytes[:, due].sum(axis=1).max() == profile.kept([all_units[i] for i in chosen])
 
 
 def test_a_full_step_is_a_plain_one_where_that_was_measured() -> None:

@@ -114,12 +114,13 @@ class _CallersStep:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._inside: list[Any] = []
         self._standing = standing = ExitStack()
-        inside, mine = self._inside, ref(model)
+        inside, mine, ran, has_slices = self._inside, ref(model), list[bool](), engine.slices is not None
         forward, after, stepping = WeakMethod(engine.forward), WeakMethod(engine.after), WeakMethod(engine.stepping)
 
         def enter(module: nn.Module, *_: Any) -> None:
             call = forward() if module is mine() else None  # a copy of the model has these hooks too
             if call is not None:
+                ran.append(True)
                 inside.append(call() if torch.is_grad_enabled() else nullcontext())
                 inside[-1].__enter__()
 
@@ -132,6 +133,11 @@ class _CallersStep:
 
         def stand_in(*_: Any) -> None:
             call = stepping()
+            if has_slices and not ran:
+                raise RuntimeError(
+                    "slices of parameters were chosen, and this step ran no forward pass of the model: call model(…) itself "
+                    "between before_step and the optimizer's step, or let session.step do it."
+                )
             if call is not None:
                 standing.enter_context(call(optimizer))
 

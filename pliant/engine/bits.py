@@ -1,11 +1,13 @@
 """One bit per element: whether a value lies within an interval, packed eight to a byte, and back.
 
-On the CPU numpy packs, a piece at a time so that it stays in the cache; elsewhere a few PyTorch operations do.
+On the CPU numpy packs, a piece at a time so that it stays in the cache; on CUDA a kernel in Triton does where there is Triton,
+elsewhere a few PyTorch operations.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,29 +21,37 @@ def within(flat: torch.Tensor, low: float, high: float, nan: bool) -> torch.Tens
 
     Where `high` is infinite there is no upper end: infinity lies within.
     """
+    fused = _fused(flat, flat.dtype)
+    if fused is not None:
+        return fused.within(flat, low, high, nan)
     if flat.device.type != "cpu" or flat.dtype not in (torch.float32, torch.float64):
         if high == math.inf:
             return pack((flat <= low).logical_not_() if nan else flat > low)
         return pack(((flat <= low) | (flat >= high)).logical_not_() if nan else (flat > low) & (flat < high))
     values = flat.numpy()
     if len(values) <= _PIECE:
-        return torch.from_numpy(_within(values, low, high, nan)).clone()  # a copy that is PyTorch's own, and seen as such
+        made = torch.from_numpy(np.packbits(_outside(values, low, high) if nan else _inside(values, low, high)))
+        return made.bitwise_not() if nan else made.clone()  # a tensor that is PyTorch's own, and seen as such
     out = torch.empty((len(values) + 7) // 8, dtype=torch.uint8)
     packed = out.numpy()
     for start in range(0, len(values), _PIECE):
-        piece = _within(values[start : start + _PIECE], low, high, nan)
-        packed[start // 8 : start // 8 + len(piece)] = piece
+        piece, to = values[start : start + _PIECE], packed[start // 8 : (start + _PIECE + 7) // 8]
+        if nan:
+            np.invert(np.packbits(_outside(piece, low, high)), out=to)
+        else:
+            to[:] = np.packbits(_inside(piece, low, high))
     return out
 
 
-def _within(values: Any, low: float, high: float, nan: bool) -> Any:
-    if not nan:
-        return np.packbits(values > low if high == math.inf else (values > low) & (values < high))
+def _inside(values: Any, low: float, high: float) -> Any:
+    return values > low if high == math.inf else (values > low) & (values < high)
+
+
+def _outside(values: Any, low: float, high: float) -> Any:
     mask = values <= low
     if high != math.inf:
         mask |= values >= high
-    packed = np.packbits(mask)
-    return np.invert(packed, out=packed)  # whatever is not outside
+    return mask
 
 
 def pack(mask: torch.Tensor) -> torch.Tensor:
@@ -56,19 +66,48 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     return (mask.view(-1, 8) * _places(mask.device)).sum(dim=1, dtype=torch.uint8)
 
 
-def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor of so many ones and zeros."""
+def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, yes: float = 1.0, no: float = 0.0) -> torch.Tensor:
+    """A flat tensor of so many elements: `yes` for a bit that is set, `no` for one that is not."""
+    fused = _fused(packed, dtype)
+    if fused is not None:
+        return fused.unpack(packed, count, dtype, yes, no)
     if packed.device.type != "cpu":
-        return (packed[:, None] & _places(packed.device)).ne(0).view(-1)[:count].to(dtype)
-    bits = packed.numpy()
-    if count <= _PIECE:
-        return torch.from_numpy(np.unpackbits(bits, count=count)).to(dtype)
-    out = torch.empty(count, dtype=dtype)
-    for start in range(0, count, _PIECE):
-        stop = min(start + _PIECE, count)
-        piece = np.unpackbits(bits[start // 8 : (stop + 7) // 8], count=stop - start)
-        out[start:stop].copy_(torch.from_numpy(piece))
-    return out
+        out = (packed[:, None] & _places(packed.device)).ne(0).view(-1)[:count].to(dtype)
+        return out if (yes, no) == (1.0, 0.0) else out.mul_(yes - no).add_(no)
+    table, as_numbers = _table(dtype, yes, no)
+    whole, bytes_ = torch.empty(8 * len(packed), dtype=dtype), packed.numpy()
+    numbers = (whole if as_numbers is None else whole.view(as_numbers)).numpy().reshape(-1, 8)
+    for start in range(0, len(bytes_), _PIECE // 8):  # `clip` spares it a buffer
+        table.take(bytes_[start : start + _PIECE // 8], 0, numbers[start : start + _PIECE // 8], "clip")
+    return whole if len(whole) == count else whole[:count]
+
+
+@cache
+def _table(dtype: torch.dtype, yes: float, no: float) -> tuple[Any, torch.dtype | None]:
+    """For every byte its eight values; in whole numbers of the same size, which are named too, where numpy lacks the dtype."""
+    as_numbers = torch.int16 if dtype == torch.bfloat16 else None
+    values = torch.tensor([no, yes], dtype=dtype)
+    pair = (values if as_numbers is None else values.view(as_numbers)).numpy()
+    return pair[np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)], as_numbers
+
+
+def _fused(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+    """The kernels for such a tensor, or None."""
+    fused = _triton() if tensor.is_cuda else None
+    return fused if fused is not None and dtype in fused.DTYPES and tensor.is_contiguous() else None
+
+
+@cache
+def _triton() -> Any:
+    """The kernels in Triton, or None where there is none or it does not run."""
+    try:
+        from pliant.engine import bits_triton
+
+        packed = bits_triton.within(torch.ones(9, device="cuda"), 0.0, math.inf, nan=True)
+        works = bits_triton.unpack(packed, 9, torch.float32, 1.0, 0.0).sum().item() == 9
+    except Exception:  # a compiler or a driver may be missing, in any way
+        return None
+    return bits_triton if works else None
 
 
 def _places(device: torch.device) -> torch.Tensor:

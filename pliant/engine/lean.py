@@ -4,7 +4,7 @@ PyTorch decides what an operation keeps without asking who will want it: a froze
 whole output. While `Lean` is on, every torch function that runs is looked up in one table, which says what to do with each
 tensor that autograd is about to keep on its behalf: keep it, keep its shape alone, or keep one bit per element. The
 operations and their backward kernels stay PyTorch's own, so gradients are the same to the last bit. One exception: a norm at
-rest is a product with one number per channel, and its backward pass is written out as that.
+rest is a product with one number per channel, and its backward pass is that of the product.
 
 Functions without a rule keep what they always keep; those that are not known to need it are listed in `not_lean`.
 """
@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant.engine import bits
 from pliant.engine.slices import Slices
 
-Pack = Callable[[torch.Tensor], "Packed | None"]  # None: keep the tensor as it is
-Rule = Callable[..., Pack | None]  # the arguments of a call → what to do with each tensor that is kept for it
+Packed = tuple[Any, ...]  # how to give a tensor back, what is kept for it (None: nothing), and what else it takes
+Pack = Callable[[torch.Tensor], Packed]
+Rule = Callable[..., Pack | None]  # the arguments of a call → what to do with each tensor that is kept for it; None: keep it
 
 _SMALL = 256  # elements: below this a mask is not worth its while
+_SMALL_NORM = 1 << 16  # elements: up to this one more pass over them costs less than a backward function in Python does
+
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class Lean:
@@ -49,46 +53,21 @@ class Lean:
         """`slices` of parameters that train, if any do."""
         self.slices = slices
         self.not_lean: dict[str, int] = {}  # functions without a rule → bytes that they kept
-        self.running: Any = None  # the torch function that runs now
-        self.pack: Pack | None = None  # and its rule, for this call
+        self._mode = _Watcher(self)
 
     def __enter__(self) -> Lean:
-        self._around = _hooks()  # of others: what they pack is what is kept
-        self._hooks = saved_tensors_hooks(self._keep, _give_back)
-        self._mode = _Watcher(self)
-        self._hooks.__enter__()
+        self.around = _hooks()  # of others: what they pack is what is kept
         self._mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
-        self._hooks.__exit__(*error)
 
-    @property
-    def is_on_top(self) -> bool:
-        """Whether what is kept comes to us: inside a checkpoint, or inside hooks of the user's, it does not."""
-        top = _hooks()
-        return torch.is_grad_enabled() and (top is None or top[0] == self._keep)
-
-    def _keep(self, tensor: torch.Tensor) -> Any:
-        running = self.running  # before the lines below run some themselves
-        if self.pack is not None:
-            packed = self.pack(tensor)
-            if packed is not None:
-                if self._around is not None and packed.kept is not None:
-                    pack, packed.unpack = self._around
-                    packed.kept = pack(packed.kept)
-                return packed
-        elif running not in _RULES and tensor.numel() > _SMALL and not isinstance(tensor, torch.nn.Parameter):
-            name = getattr(running, "__name__", str(running))
-            if name.strip("_") not in _EXACT:
-                self.not_lean[name] = self.not_lean.get(name, 0) + tensor.numel() * tensor.element_size()
-        version = tensor._version
-        tensor = tensor if tensor.grad_fn is None else tensor.detach()  # kept by its own node, it would be a cycle
-        if self._around is not None:
-            pack, unpack = self._around
-            return partial(unpack, pack(tensor))
-        return tensor, version
+    def count(self, name: str, tensor: torch.Tensor) -> Packed:
+        """Keep a tensor for a function without a rule, and note it."""
+        if tensor.numel() > _SMALL and not isinstance(tensor, torch.nn.Parameter):
+            self.not_lean[name] = self.not_lean.get(name, 0) + tensor.numel() * tensor.element_size()
+        return _whole(tensor)
 
 
 class _Watcher(TorchFunctionMode):
@@ -100,25 +79,27 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lean = self._lean
-        lean.running = func
         if lean.slices is not None:
             out = lean.slices.call(func, args, kwargs)
             if out is not None:
                 return out
-        rule = _RULES.get(func)
-        if rule is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if func is F.batch_norm and lean.is_on_top:
+        rule = _RULES.get(func)
+        name = _inexact(func) if rule is None else None
+        if (rule is None and name is None) or not torch.is_grad_enabled() or _hooks() != lean.around:
+            return func(*args, **kwargs)  # in a checkpoint, or in hooks of the user's, what is kept is theirs
+        if func is F.batch_norm:
             out = _batch_norm(*args, **kwargs)
             if out is not None:
                 return out
-        pack = rule(*args, **kwargs)
-        lean.pack = pack
+        pack = partial(lean.count, name or "") if rule is None else rule(*args, **kwargs)
+        if pack is None:
+            return func(*args, **kwargs)
+        _push(pack if lean.around is None else partial(_inside, lean.around, pack), _give_back)
         try:
             return func(*args, **kwargs)
         finally:
-            lean.pack = None
+            _pop()
 
 
 def _hooks() -> Any:
@@ -127,64 +108,73 @@ def _hooks() -> Any:
     return None if top is None else top(False)
 
 
-def _give_back(packed: Any) -> torch.Tensor:
-    if not isinstance(packed, tuple):
-        return cast("torch.Tensor", packed())
-    tensor, version = packed
-    if tensor._version != version:  # autograd notices this where it keeps tensors itself
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-            f"shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}."
-        )
-    return cast("torch.Tensor", tensor)
+@cache
+def _inexact(func: Any) -> str | None:
+    """The name of a function that is not known to keep no more than it needs."""
+    name = getattr(func, "__name__", str(func))
+    return None if name.strip("_") in _EXACT else name
+
+
+def _give_back(packed: Packed) -> torch.Tensor:
+    return cast("torch.Tensor", packed[0](*packed[1:]))
+
+
+def _inside(around: Any, pack: Pack, tensor: torch.Tensor) -> Packed:
+    """Hooks of others pack what we keep."""
+    give_back, kept, *more = pack(tensor)
+    if kept is None:
+        return give_back, kept, *more
+    return _from_inside, around[1], around[0](kept), give_back, more
+
+
+def _from_inside(unpack: Any, packed: Any, give_back: Any, more: list[Any]) -> torch.Tensor:
+    kept = unpack(packed)
+    return cast("torch.Tensor", kept if give_back is _unchanged else give_back(kept, *more))
 
 
 # ---------------------------------------------------------------- what stands for a tensor
 
 
-class Packed:
-    """Gives the tensor back, or one that serves backward as well."""
-
-    kept: Any = None  # a tensor, or what hooks of others made of it
-    unpack: Callable[[Any], torch.Tensor] = staticmethod(lambda kept: kept)
-
-    def __call__(self) -> torch.Tensor:
-        raise NotImplementedError
+def _whole(tensor: torch.Tensor) -> Packed:
+    """The tensor itself."""
+    version = tensor._version
+    return _unchanged, tensor if tensor.grad_fn is None else tensor.detach(), version  # kept by its own node: a cycle
 
 
-class _Shape(Packed):
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    if tensor._version != version:  # autograd notices this where it keeps tensors itself
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+            f"shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version}."
+        )
+    return tensor
+
+
+def _shape(tensor: torch.Tensor) -> Packed:
     """Nothing but the shape: for backward kernels that do not read the values."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-        channels_last = tensor.dim() in (4, 5) and tensor.stride(1) <= tensor.stride(-1)
-        self._stride = tensor.stride() if channels_last else None
-
-    def __call__(self) -> torch.Tensor:
-        _check_once()
-        if self._stride is not None:  # kernels follow the layout of their input
-            return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
-        return _zero(self._dtype, self._device).expand(self._shape)
+    stride = tensor.stride()
+    channels_last = len(stride) in (4, 5) and stride[1] <= stride[-1]
+    return _of_shape, None, tensor.shape, stride if channels_last else None, tensor.dtype, tensor.device
 
 
-@cache
-def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
+def _of_shape(_: None, shape: torch.Size, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    _check_once()
+    if stride is not None:  # kernels follow the layout of their input
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return _zeros(shape, dtype, device)
 
 
-class _Bits(Packed):
-    """One bit per element, and the two values that backward is to see in their place."""
+@lru_cache(maxsize=1024)
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
-    def __init__(self, tensor: torch.Tensor, packed: torch.Tensor, yes: float = 1.0, no: float = 0.0) -> None:
-        self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self.kept, self._yes, self._no = packed, yes, no
 
-    def __call__(self) -> torch.Tensor:
-        _check_once()
-        flat = bits.unpack(self.unpack(self.kept), self._shape.numel(), self._dtype)
-        if (self._yes, self._no) != (1.0, 0.0):
-            flat.mul_(self._yes - self._no).add_(self._no)
-        return flat.as_strided(self._shape, self._stride)  # as it lay in memory
+def _of_bits(kept: torch.Tensor, like: tuple[torch.Size, Any, torch.dtype], yes: float, no: float) -> torch.Tensor:
+    """One of two values for each bit."""
+    _check_once()
+    shape, stride, dtype = like
+    return bits.unpack(kept, shape.numel(), dtype, yes, no).as_strided(shape, stride)  # as it lay in memory
 
 
 def _check_once() -> None:
@@ -197,16 +187,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
+@cache
 def _mask(low: float, high: float, nan: bool, yes: float = 1.0, no: float = 0.0) -> Pack:
     """Keep whether each element lies between two values; backward sees `yes` where it does and `no` where it does not."""
 
-    def pack(tensor: torch.Tensor) -> Packed | None:
-        tensor = tensor.detach()
+    def pack(tensor: torch.Tensor) -> Packed:
         if tensor.numel() < _SMALL or not tensor.is_floating_point() or not _is_dense(tensor):
-            return None
-        if not _holds(tensor.dtype, low, high, yes, no, yes - no):
-            return None
-        return _Bits(tensor, bits.within(_flat(tensor), low, high, nan), yes, no)
+            return _whole(tensor)
+        dtype = tensor.dtype
+        if not _holds(dtype, low, high, yes, no, yes - no):
+            return _whole(tensor)
+        like = tensor.shape, tensor.stride(), dtype
+        return _of_bits, bits.within(_flat(tensor.detach()), low, high, nan), like, yes, no
 
     return pack
 
@@ -231,10 +223,13 @@ def _trains(tensor: Any) -> bool:
 
 def _convolution(input: Any, weight: Any, *_: Any, **__: Any) -> Pack | None:
     """The input is for the weight's gradient alone."""
-    if _trains(weight):
+    if weight.requires_grad:
         return None
-    own = weight.shape, (*weight.shape[:2], 1, *weight.shape[2:])  # in one dimension it is kept as one of two
-    return lambda tensor: _Shape(tensor) if tensor.shape not in own else None
+    own = weight.shape
+    if len(own) == 3:  # in one dimension it is kept as one of two
+        flat = torch.Size((*own[:2], 1, *own[2:]))
+        return lambda tensor: _whole(tensor) if tensor.shape in (own, flat) else _shape(tensor)
+    return lambda tensor: _whole(tensor) if tensor.shape == own else _shape(tensor)
 
 
 def _as_it_is(*_: Any, **__: Any) -> None:
@@ -245,7 +240,7 @@ def _norm(input: Any, *more: Any, **named: Any) -> Pack | None:
     """The input is for its own gradient and the scale's; the shift's needs none."""
     if _trains(input) or _trains(named["weight"] if "weight" in named else (*more, None, None)[1]):
         return None
-    return lambda tensor: _Shape(tensor) if tensor.shape == input.shape else None
+    return lambda tensor: _shape(tensor) if tensor.shape == input.shape else _whole(tensor)
 
 
 def _relu(*_: Any, **__: Any) -> Pack:
@@ -272,57 +267,73 @@ def _hardsigmoid(*_: Any, **__: Any) -> Pack:
     return _mask(-3.0, 3.0, nan=False, yes=0.0, no=4.0)
 
 
-def _shape(input: Any, *_: Any, **__: Any) -> Pack:
+def _pool(*_: Any, **__: Any) -> Pack:
     """Nothing of the input but its shape."""
-    return lambda tensor: _Shape(tensor) if tensor.is_floating_point() else None
+    return lambda tensor: _shape(tensor) if tensor.is_floating_point() else _whole(tensor)
 
 
 def _max_pool(dims: int, input: Any, *_: Any, **__: Any) -> Pack:
     """Which element was the largest, in as few bytes as it takes."""
-
-    def pack(tensor: torch.Tensor) -> Packed | None:
-        return _Shape(tensor) if tensor.is_floating_point() else _Places(tensor, input.shape[-dims:].numel())
-
-    return pack
+    most = input.shape[-dims:].numel()
+    small = torch.uint8 if most <= 1 << 8 else torch.int16 if most <= 1 << 15 else torch.int32
+    return lambda tensor: _shape(tensor) if tensor.is_floating_point() else (_of_places, tensor.detach().to(small))
 
 
-class _Places(Packed):
-    """Whole numbers below `most` in as few bytes as it takes."""
-
-    def __init__(self, tensor: torch.Tensor, most: int) -> None:
-        small = torch.uint8 if most <= 1 << 8 else torch.int16 if most <= 1 << 15 else torch.int32
-        self.kept = tensor.detach().to(small)
-
-    def __call__(self) -> torch.Tensor:
-        return self.unpack(self.kept).to(torch.int64)
+def _of_places(kept: torch.Tensor) -> torch.Tensor:
+    return kept.to(torch.int64)
 
 
 def _dropout(input: Any, p: float = 0.5, *_: Any, **__: Any) -> Pack:
     """Which elements stay."""
 
-    def pack(tensor: torch.Tensor) -> Packed | None:
-        tensor = tensor.detach()
+    def pack(tensor: torch.Tensor) -> Packed:
         if tensor.numel() < _SMALL or not _is_dense(tensor) or p in (0.0, 1.0):
-            return None
+            return _whole(tensor)
+        flat, like = _flat(tensor.detach()), (tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.dtype == torch.bool:
-            return _Bits(tensor, bits.pack(_flat(tensor)))
-        return _Noise(tensor, p) if tensor.is_floating_point() else None
+            return _of_bits, bits.pack(flat), like, 1.0, 0.0
+        if not tensor.is_floating_point():
+            return _whole(tensor)
+        scale = torch.ones((), dtype=tensor.dtype, device=tensor.device).div_(1 - p)
+        return _of_noise, bits.within(flat, 0.0, math.inf, nan=False), like, scale
 
     return pack
 
 
-class _Noise(_Bits):
+def _of_noise(kept: torch.Tensor, like: tuple[torch.Size, Any, torch.dtype], scale: torch.Tensor) -> torch.Tensor:
     """What dropout multiplies with on the CPU: 0, or 1 over the share that stays."""
-
-    def __init__(self, tensor: torch.Tensor, p: float) -> None:
-        super().__init__(tensor, bits.within(_flat(tensor), 0.0, math.inf, nan=False))
-        self._scale = torch.ones((), dtype=tensor.dtype, device=tensor.device).div_(1 - p)
-
-    def __call__(self) -> torch.Tensor:
-        return super().__call__().mul_(self._scale)
+    return _of_bits(kept, like, 1.0, 0.0).mul_(scale)
 
 
 # ---------------------------------------------------------------- norms at rest
+
+
+def _batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """A batch norm on its running statistics whose scale is not chosen; None for all others."""
+    if training or running_var is None or _trains(weight) or not (input.requires_grad or _trains(bias)):
+        return None
+    dtype, small = input.dtype, input.numel() <= _SMALL_NORM and input.device.type == "cpu"
+    if small and input.requires_grad and running_var.dtype == dtype and not _trains(bias):
+        scale = _scale(input.dim(), running_var, weight, eps)
+        if scale.dtype == dtype:
+            out = input * scale  # for its graph; the values are the norm's
+            out.data = scale  # frees the product before there are others
+            out.data = _at_rest(input.detach(), running_mean, running_var, weight, bias, eps)
+            return out
+    return _Scaled.apply(input, running_mean, running_var, weight, bias, eps)
+
+
+def _at_rest(input: Any, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
+    return torch.batch_norm(input, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 class _Scaled(torch.autograd.Function):
@@ -331,7 +342,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Any, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
         ctx.scale, ctx.bias_dtype = _scale(input.dim(), var, weight, eps), None if bias is None else bias.dtype
-        return torch.batch_norm(input, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
+        return _at_rest(input, mean, var, weight, bias, eps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -358,21 +369,6 @@ def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float
 _SCALES: Any = WeakTensorKeyDictionary()
 
 
-def _batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if training or running_var is None or _trains(weight) or not (_trains(input) or _trains(bias)):
-        return None
-    return _Scaled.apply(input, running_mean, running_var, weight, bias, eps)
-
-
 _CONVOLUTIONS: tuple[Any, ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
 _CONVOLUTIONS += (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _RULES: dict[Any, Rule] = {
@@ -384,11 +380,11 @@ _RULES: dict[Any, Rule] = {
     F.batch_norm: _as_it_is,
     **dict.fromkeys((F.hardtanh, F.hardtanh_), _hardtanh),
     F.hardsigmoid: _hardsigmoid,
-    **dict.fromkeys((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), _shape),
+    **dict.fromkeys((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), _pool),
     **dict.fromkeys((F.max_pool1d, torch.max_pool1d), partial(_max_pool, 1)),
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), partial(_max_pool, 2)),
     **dict.fromkeys((F.max_pool3d, torch.max_pool3d), partial(_max_pool, 3)),
-    **dict.fromkeys((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), _shape),
+    **dict.fromkeys((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), _pool),
     **dict.fromkeys((F.dropout, torch.dropout), _dropout),
 }
 # fmt: off
