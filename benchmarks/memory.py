@@ -3,6 +3,7 @@
     python benchmarks/memory.py                    # about an hour on one CPU thread; resumable
     python benchmarks/memory.py --device cuda      # some minutes on a GPU
     python benchmarks/memory.py --quick            # two small networks at 64²: about a minute
+    python benchmarks/memory.py --limits 64MB 16MB # sessions with a memory budget: is it kept?
 
 Per network, batch and selection, every way of running it has a copy of the network to itself and takes the same plain step:
 
@@ -36,6 +37,7 @@ import statistics
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -49,7 +51,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from training import clock
 
-from pliant import Part, units
+from pliant import Budget, BudgetError, Part, Policy, Session, measure, recipes, score, solve, units
 from pliant.apply import NormRule, Norms, sandbox
 from pliant.engine.lean import Lean
 from pliant.engine.slices import Slices
@@ -315,6 +317,62 @@ def cell(name: str, size: int, selection: str, ways: Collection[str], setting: d
     }
 
 
+def by_layer(limit: str) -> Policy:
+    """Layers by update gain: the default recipe, priced without timing."""
+    return replace(recipes.pliant(memory=limit), cost=measure.counted)
+
+
+def by_channel(limit: str) -> Policy:
+    """Input channels by Fisher information, layers first."""
+    solver = solve.within_layers(solve.knapsack())
+    return Policy(units.channels("in"), score.fisher(), measure.counted, solver, budget=Budget(memory=limit))
+
+
+CHOOSERS = {"layers": by_layer, "channels": by_channel}
+
+
+def limited(name: str, size: int, limit: str, chooser: str, setting: dict[str, Any]) -> dict[str, Any]:
+    """The measured peak of a session whose memory is limited: of a step that probes and chooses, and of plain ones."""
+    device = setting["device"]
+    torch.manual_seed(0)
+    model = nets.build(name, setting["pixels"]).to(device)
+    batch = nets.batch(name, size, setting["pixels"], device)
+    settle_(model, batch)
+    inference, _ = inference_peak(model, batch, device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    row: dict[str, Any] = {"network": name, "batch": size, "limit": limit, "chooses": chooser, "inference": inference}
+    try:
+        with (
+            Session(model, optimizer, nets.loss, CHOOSERS[chooser](limit), undo=False) as session,
+            Live(torch.device(device)) as live,
+        ):
+            session.step(batch)  # reads the graph too, which the limit does not hold for
+            session.optimizer = optimizer  # probes again
+            for kind in ("choosing", "training"):
+                live.forget()
+                session.step(batch)
+                row[kind] = live.peak - inference
+            row |= {"units": len(session.selection.units), "of_units": len(session.units)}
+            row |= {"predicted": session.selection.cost.bytes, "full": session.profile.full.bytes}
+    except BudgetError as error:
+        row["refused"] = str(error)
+    return row
+
+
+def limits_table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: what was allowed and what was measured."""
+    lines = ["| network | batch | limit | full step | predicted | a step that chooses | a step | chosen |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for r in rows:
+        start = f"| {r['network']} | {r['batch']} | {r['limit']} "
+        if "refused" in r:
+            lines.append(start + f"| refused: {r['refused']} |||||")
+            continue
+        amounts = " | ".join(f"{r[key] / 1e6:.2f} MB" for key in ("full", "predicted", "choosing", "training"))
+        lines.append(start + f"| {amounts} | {r['units']} of {r['of_units']} {r['chooses']} |")
+    return "\n".join(lines) + "\n"
+
+
 def table(cells: list[dict[str, Any]], device: str) -> str:
     """Markdown: for each network a table of selections and ways, batches side by side."""
     lines: list[str] = []
@@ -358,6 +416,8 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=None, help="samples per step (1 8 32)")
     parser.add_argument("--selections", nargs="+", choices=list(SELECTIONS), default=list(SELECTIONS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help=f"{PLAIN} always runs too")
+    parser.add_argument("--limits", nargs="+", default=None, help="sessions with memory=… instead (64MB 0.2 …): is it kept?")
+    parser.add_argument("--chooses", choices=list(CHOOSERS), default="layers", help="what such sessions choose")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -366,6 +426,18 @@ def main() -> None:
         args.networks, args.batches = args.networks or list(QUICK), args.batches or [1, 8]
     args.pixels = args.pixels or (224 if args.device == "cuda" else 128)
     setting = {k: getattr(args, k) for k in ("device", "pixels", "repeats", "norm")}
+    if args.limits:
+        out = args.out or record.place("memory_limits", args.device)
+        rows = record.load(out, setting)
+        for name in args.networks or nets.MEMORY_NETS:
+            for size in args.batches or (8,):
+                for limit in args.limits:
+                    key = {"network": name, "batch": size, "limit": limit, "chooses": args.chooses}
+                    if not any(all(r[k] == v for k, v in key.items()) for r in rows):
+                        rows.append(limited(name, size, limit, args.chooses, setting))
+                        record.save(out, setting, rows, limits_table(rows))
+        print(limits_table(rows))
+        return
     ways = [way for way in WAYS if way in args.ways or way == PLAIN]
     out = args.out or record.place("memory_quick" if args.quick else "memory", args.device)
     done = record.load(out, setting)

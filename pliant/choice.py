@@ -118,6 +118,8 @@ class Choice:
         if self.profile is None or self.policy.budget.memory is None:
             return None
         limit = self.policy.budget.limits(self.profile.full, now)["bytes"]
+        if self.selection is not None:  # the optimizer's state stands meanwhile
+            limit -= sum(charge.cost.bytes for charge in self.profile.due(self.selection.units) if charge.kind == "optimizer")
         idle = self.profile.without_optimizer
         names = list(dict.fromkeys(param for unit in self.units for param in unit.params))
         signal, size = self.policy.signal, {name: self.profile.param_bytes(name) for name in names}

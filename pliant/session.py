@@ -218,9 +218,9 @@ class Session:
         """
         self._check_open()
         if self._micro == 0:
-            self._begin_step(batch)
-            self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad(set_to_none=True)  # first: a probe needs the room
             self._engine.zero_grad()
+            self._begin_step(batch)
         else:
             self._norms.hold_(self._params, self.selection.params)
         self._ours = True
