@@ -14,24 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from instances import laws
 from torch import nn, optim
-from torch.overrides import TorchFunctionMode
 
 from pliant import Part
 from pliant.apply import ELEMENTWISE
-from pliant.engine.slices import Slices
+from pliant.engine.slices import Sliced, Slices
 from pliant.graph import trainable
-
-
-class Watch(TorchFunctionMode):
-    """Offers every torch function to the slices, as the engine does."""
-
-    def __init__(self, slices: Slices) -> None:
-        super().__init__()
-        self._slices = slices
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._slices.call(func, args, kwargs)
-        return func(*args, **(kwargs or {})) if result is None else result
 
 
 def cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
@@ -54,7 +41,7 @@ def check_gradients(layer: nn.Module, x: torch.Tensor, parts: Sequence[Part], wa
     expected = whole_grads(layer, x)
     slices = Slices(dict(layer.named_parameters()), parts)
     x = x.detach().requires_grad_(wants_input)
-    with Watch(slices):
+    with Sliced(slices):
         out = layer(x)
     assert torch.equal(out, expected["out"])
     (out * torch.cos(torch.arange(out.numel()).view(out.shape))).sum().backward()
@@ -167,7 +154,7 @@ def test_gradients_of_two_batches_add_up() -> None:
     expected = [whole_grads(layer, x, weights)["weight"] for x in (one, two)]
     slices = Slices(trainable(layer), [Part("weight", 0, (0, 1, 5))])
     for x in (one, two):
-        with Watch(slices):
+        with Sliced(slices):
             out = layer(x)
         (out * weights).sum().backward()
     total = cut(expected[0] + expected[1], slices.parts["weight"])
@@ -184,7 +171,7 @@ def test_autocast_casts_as_it_does_for_the_whole(layer: nn.Module, dim: int) -> 
         expected = whole_grads(layer, x)
         slices = Slices(trainable(layer), [Part("weight", dim, (2, 3, 4)), Part("bias", 0, (1, 7))])
         x.requires_grad_()
-        with Watch(slices):
+        with Sliced(slices):
             out = layer(x)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected["out"])
     (out * torch.cos(torch.arange(out.numel()).view(out.shape))).sum().backward()
@@ -205,7 +192,7 @@ def test_without_gradients_functions_run_as_they_are() -> None:
 
 def test_gradients_of_gradients_are_refused() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    with Watch(Slices(trainable(layer), [Part("weight", 0, (0,))])):
+    with Sliced(Slices(trainable(layer), [Part("weight", 0, (0,))])):
         out = layer(x)
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -259,7 +246,7 @@ def test_a_slice_that_cannot_be_is_refused_before_anything_changes(parts: list[P
 def test_a_function_without_sliced_gradients_is_refused(use: Callable[..., Any]) -> None:
     layer = nn.Linear(4, 6)
     with (
-        Watch(Slices(trainable(layer), [Part("weight", 0, (0, 1))])),
+        Sliced(Slices(trainable(layer), [Part("weight", 0, (0, 1))])),
         pytest.raises(ValueError, match=r"a slice of 'weight' was chosen, and .* uses the parameter"),
     ):
         use(layer.weight, torch.ones(2, 4))
@@ -267,7 +254,7 @@ def test_a_function_without_sliced_gradients_is_refused(use: Callable[..., Any])
 
 def test_looking_at_a_sliced_parameter_is_no_use_of_it() -> None:
     layer = nn.Linear(4, 6)
-    with Watch(Slices(trainable(layer), [Part("weight", 0, (0, 1))])):
+    with Sliced(Slices(trainable(layer), [Part("weight", 0, (0, 1))])):
         w = layer.weight
         assert (w.shape, w.dtype, w.dim(), w.numel(), w.device.type) == ((6, 4), torch.float32, 2, 24, "cpu")
         assert torch.zeros_like(w).sum() == 0 and w.detach().sum() == w.data.sum()
@@ -282,11 +269,11 @@ def test_a_slice_of_inputs_keeps_these_channels_alone() -> None:
         for index in ((4, 5, 6, 7), (0, 3, 8, 9)):
             dim = 1 if layer.groups == 1 else 0
             slices = Slices({"weight": layer.weight}, [Part("weight", dim, index)])
-            with kept_bytes() as sizes, Watch(slices):
+            with kept_bytes() as sizes, Sliced(slices):
                 layer(torch.randn(2, 16, 9, 9))
             assert sum(sizes) == 4 * 2 * 4 * 9 * 9
     linear = nn.Linear(16, 8)
-    with kept_bytes() as sizes, Watch(Slices(trainable(linear), [Part("weight", 1, (0, 1)), Part("bias", 0, (0,))])):
+    with kept_bytes() as sizes, Sliced(Slices(trainable(linear), [Part("weight", 1, (0, 1)), Part("bias", 0, (0,))])):
         linear(torch.randn(5, 16))
     assert sum(sizes) == 4 * 5 * 2
 
@@ -294,7 +281,7 @@ def test_a_slice_of_inputs_keeps_these_channels_alone() -> None:
 def test_a_slice_of_a_bias_keeps_no_input() -> None:
     layer = nn.Conv2d(16, 8, 3)
     layer.weight.requires_grad_(False)
-    with kept_bytes() as sizes, Watch(Slices(trainable(layer), [Part("bias", 0, (1,))])):
+    with kept_bytes() as sizes, Sliced(Slices(trainable(layer), [Part("bias", 0, (1,))])):
         layer(torch.randn(2, 16, 9, 9))
     assert sizes == []
 
@@ -305,7 +292,7 @@ def test_a_quarter_has_a_quarter_of_gradient_and_state(dim: int) -> None:
     optimizer = optim.AdamW(layer.parameters(), lr=1e-3)
     slices = Slices(trainable(layer), [Part("weight", dim, tuple(range(8, 24)))])
     assert slices.leaves()["weight"].untyped_storage().nbytes() == 4
-    with Watch(slices):
+    with Sliced(slices):
         layer(torch.randn(2, 64, 5, 5)).sum().backward()
     with slices.standing_in(optimizer):
         optimizer.step()
@@ -364,7 +351,7 @@ def freeze_rest(model: nn.Module, parts: Sequence[Part]) -> None:
 def step(model: nn.Module, slices: Slices, optimizer: optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
     optimizer.zero_grad()
     slices.zero_grad()
-    with Watch(slices):
+    with Sliced(slices):
         loss = F.cross_entropy(model(batch[0]), batch[1])
     loss.backward()
     with slices.standing_in(optimizer):
@@ -435,7 +422,7 @@ def test_a_run_of_outputs_steps_in_the_memory_of_the_whole() -> None:
     model = small_net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     slices = Slices(dict(model.named_parameters()), PARTS[:2])
-    with Watch(slices):
+    with Sliced(slices):
         model(batches(1)[0][0]).sum().backward()
     version = model[0].weight._version
     with slices.standing_in(optimizer):
@@ -474,7 +461,7 @@ def test_clipping_sees_the_slices() -> None:
     model = small_net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     slices = Slices(dict(model.named_parameters()), PARTS[:6])
-    with Watch(slices):
+    with Sliced(slices):
         F.cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
     with slices.standing_in(optimizer):
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
