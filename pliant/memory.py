@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,15 @@ def when_freed(tensor: torch.Tensor, then: Callable[[], None]) -> Any:
         return weakref.ref(tensor.untyped_storage(), lambda _: then())
     except (NotImplementedError, RuntimeError):
         return weakref.ref(tensor, lambda _: then())
+
+
+def resident() -> int | None:
+    """Bytes of this process in main memory, Python and libraries included; None where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # not Linux
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def storage(tensor: torch.Tensor) -> tuple[int, int]:

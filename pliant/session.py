@@ -22,6 +22,7 @@ from pliant.drift import Drift
 from pliant.engine import ENGINES, Engine, pick
 from pliant.feedback import Feedback, Round
 from pliant.graph import Loss, compute_loss, trainable
+from pliant.memory import resident
 from pliant.policy import Policy
 from pliant.runlog import RunLog
 from pliant.types import ProbeError, Profile, Selection, Unit, write_aside
@@ -380,7 +381,8 @@ class Session:
         self._apply_(selection)
         self._choice.take(selection, replace(self.progress, round=selection.round))
         self._laps.new_round()
-        self._log.write("round", **selection.to_json(), choosing_seconds=self._laps.seconds(took), measured_before=measured)
+        seconds = self._laps.seconds(took)
+        self._log.write("round", **selection.to_json(), choosing_seconds=seconds, measured_before=measured, resident=resident())
 
     def _apply_(self, selection: Selection) -> None:
         sliced = self._engine.choose_(selection.parts, self._params, self._optimizer)
@@ -510,7 +512,7 @@ class Session:
             return
         self._closed = True
         try:
-            self._log.write("end", step=self._step, round=self._round)
+            self._log.write("end", step=self._step, round=self._round, resident=resident())
         finally:
             self._hook.remove()
             self._engine.let_go()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pliant.memory import Live, storage, when_freed
+from pliant.memory import Live, resident, storage, when_freed
 
 CPU = torch.device("cpu")
 KB = 256 * 4  # what 256 numbers take
@@ -215,3 +215,10 @@ def test_without_gradients_only_the_last_result_lives() -> None:
             value = value.exp()
         assert live.bytes == KB and value.numel() == 256
     assert live.peak == 2 * KB
+
+
+def test_what_the_process_takes_is_told_where_the_system_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = resident()
+    assert told is None or told > 10_000_000  # Python and PyTorch alone take more
+    monkeypatch.setattr("pathlib.Path.read_text", lambda *_: (_ for _ in ()).throw(OSError))
+    assert resident() is None

@@ -15,7 +15,7 @@ import pliant
 PACKAGE = Path(pliant.__file__).parent
 
 LEFT = {"types", "budget", "schedule", "solve", "policy", "batches", "graph", "units", "apply", "measure", "score", "engine"}
-LEFT |= {"undo", "runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback"}
+LEFT |= {"memory", "undo", "runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback"}
 
 # room → the rooms and the packages outside the standard library that it may import, wherever in its files the import stands
 MAY_IMPORT: dict[str, set[str]] = {
