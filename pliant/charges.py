@@ -163,19 +163,15 @@ class _Builder:
         return out
 
     def _unpacked(self) -> list[Charge]:
-        """Where the lean engine keeps a mask, backward sees a whole tensor in its place for a moment."""
-        return [
-            Charge(
-                f"mask {node.op} {node.module}".strip(),
-                Cost(bytes=node.made),
-                node.params,
-                node.data,
-                (self.line.node(i), self.line.node(i) + 1),
-                "lean",
-            )
-            for i, node in enumerate(self.graph.nodes)
-            if node.op in MASKS and node.lean is not None
-        ]
+        """Where the lean engine keeps a mask or small indices, backward sees whole ones in their place for a moment."""
+        out = []
+        for i, node in enumerate(self.graph.nodes):
+            size = node.made if node.op in MASKS else 8 * node.outputs if node.op.startswith("MaxPool") else 0
+            if size and node.lean is not None:
+                now = self.line.node(i), self.line.node(i) + 1
+                name = f"unpacked {node.op} {node.module}".strip()
+                out.append(Charge(name, Cost(bytes=size), node.params, node.data, now, "lean"))
+        return out
 
     def _moves_when_chosen(self, node: Node) -> bool:
         """Whether a batch norm runs on the batch's own statistics, and keeps its input, just when it is chosen."""
