@@ -5,8 +5,9 @@ __version__ = "0.1.0"
 from pliant import energy, measure, recipes, roofline, schedule, score, solve, units
 from pliant.budget import Budget, Progress, within
 from pliant.policy import Policy, plan
+from pliant.profile import Profile
 from pliant.session import Session
-from pliant.types import BudgetError, Cost, Part, PliantError, ProbeError, Profile, ProfileMismatch, Selection, Unit
+from pliant.types import BudgetError, Cost, Part, PliantError, ProbeError, ProfileMismatch, Selection, Unit
 
 __all__ = [
     "Budget",

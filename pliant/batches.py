@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+Loss = Callable[[torch.nn.Module, Any], torch.Tensor]  # the user's: a model and a batch → a scalar
+Around = Callable[[], AbstractContextManager[Any]]  # what the forward pass of a loss runs inside of
 
 
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant.graph import BIAS, Graph, Node
+from pliant.profile import KEPT, Charge, Profile
 from pliant.recorder import CARRIERS, MASKS
-from pliant.types import KEPT, Charge, Cost, Profile
+from pliant.types import Cost
 
 PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
 _ATTENTION = 2.5  # backward of fused attention: dQ, dK, dV, dP and the scores once more, against two products forward
@@ -144,8 +145,7 @@ class _Builder:
     def _kept(self, engine: str) -> list[Charge]:
         found: dict[int, tuple[int, list[str], list[int], int]] = {}
         for i, node in enumerate(self.graph.nodes):
-            leaner = engine == "lean" and node.lean is not None
-            for storage, size, favoured in node.lean if leaner and node.lean is not None else node.saves:
+            for storage, size, favoured in node.saves if engine == "plain" or node.lean is None else node.lean:
                 size, params, nodes, _ = found.get(storage, (size, [], [], i))
                 waiting = i if favoured is None else node.inputs[favoured]
                 if self._is_statistics(node, size) or (engine == "lean" and self._moves_when_chosen(node)):

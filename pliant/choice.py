@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from pliant.apply import NormRule, sandbox
+from pliant.batches import Loss
 from pliant.budget import RESOURCES, Budget, Progress
 from pliant.drift import Drift, blend, mean
 from pliant.feedback import WITHIN, Feedback, Round
-from pliant.graph import Loss, read
+from pliant.graph import read
 from pliant.measure import origin
 from pliant.policy import Policy, plan
-from pliant.types import Part, ProbeError, Profile, Selection, Unit
+from pliant.profile import Profile
+from pliant.types import Part, ProbeError, Selection, Unit
 from pliant.update import Update
 
 Probe = Callable[[int], dict[Unit, float]]

@@ -8,9 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
-_PAY_BACK = (
-    10  # steps, or more where the next correction must wait longer, over which seconds that were saved or overspent are spread
-)
+_PAY_BACK = 10  # steps within which seconds that were saved or overspent are made up for, if a correction may come by then
 _LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
 

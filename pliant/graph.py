@@ -7,7 +7,7 @@ weights need no care of their own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from pliant import batches
+from pliant.batches import Loss
 from pliant.recorder import CARRIERS, Recorder, op_name
-
-Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))

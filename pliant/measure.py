@@ -14,14 +14,15 @@ from torch import nn
 
 from pliant import batches, charges
 from pliant.apply import NormRule, Norms, sandbox
+from pliant.batches import Around, Loss
 from pliant.charges import Sizes, Times
 from pliant.clock import device_name
-from pliant.graph import Graph, Loss, compute_loss, read, trainable
+from pliant.graph import Graph, compute_loss, read, trainable
 from pliant.memory import Live, storage
 from pliant.passes import Passes
+from pliant.profile import Profile
 from pliant.roofline import Peaks, roof_seconds
-from pliant.trial import Around, Trial, optimizer_sizes
-from pliant.types import Profile
+from pliant.trial import Trial, optimizer_sizes
 from pliant.update import Update
 
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from pliant.budget import RESOURCES, Budget, Progress
+from pliant.profile import Profile, Table
 from pliant.schedule import Schedule, once
 from pliant.solve import SLACK, Array, Problem, Solver
-from pliant.types import BudgetError, Cost, Profile, Selection, Table, Unit, match
+from pliant.types import BudgetError, Cost, Selection, Unit, match
 
 
 @dataclass(frozen=True)

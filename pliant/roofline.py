@@ -18,7 +18,8 @@ import torch
 
 from pliant.clock import Watch, device_name
 from pliant.graph import Graph, Node
-from pliant.types import Charge, Profile, Unit, write_aside
+from pliant.profile import Charge, Profile
+from pliant.types import Unit, write_aside
 
 Work = Callable[[], object]
 Seconds = Callable[[Work], float]  # runs some work and tells how long it took

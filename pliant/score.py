@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,10 +18,8 @@ from torch import nn
 
 from pliant import batches
 from pliant.apply import ELEMENTWISE, rng_states, sandbox, scratch, scratch_step, set_rng_states
+from pliant.batches import Around, Loss
 from pliant.types import Part, ProbeError, Unit
-
-Loss = Callable[[nn.Module, Any], torch.Tensor]
-Around = Callable[[], AbstractContextManager[Any]]  # what a forward pass runs inside of
 
 _Update = Callable[[str, torch.Tensor], torch.Tensor]
 

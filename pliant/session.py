@@ -15,17 +15,19 @@ from torch import nn
 
 from pliant import __version__, batches, checkpoint, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
+from pliant.batches import Loss
 from pliant.budget import Budget, Progress
 from pliant.choice import Choice
 from pliant.clock import Laps, Pace, Watch
 from pliant.drift import Drift
 from pliant.engine import ENGINES, Engine, pick
 from pliant.feedback import Feedback, Round
-from pliant.graph import Loss, compute_loss, trainable
+from pliant.graph import compute_loss, trainable
 from pliant.memory import resident
 from pliant.policy import Policy
+from pliant.profile import Profile
 from pliant.runlog import RunLog
-from pliant.types import ProbeError, Profile, Selection, Unit, write_aside
+from pliant.types import ProbeError, Selection, Unit, write_aside
 from pliant.undo import Undo
 from pliant.update import Update
 

@@ -11,10 +11,12 @@ from torch import nn
 
 from pliant import units as kinds
 from pliant.apply import sandbox
-from pliant.graph import Loss, read
+from pliant.batches import Loss
+from pliant.graph import read
 from pliant.measure import timed
+from pliant.profile import Profile
 from pliant.roofline import Peaks, Row, letters, peaks, rows
-from pliant.types import Profile, Unit
+from pliant.types import Unit
 
 _WIDTHS = {"": 1, "unit": 12, "FLOP/B": 6, "roof": 4, "bound": 7}
 

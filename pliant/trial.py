@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,19 +15,18 @@ from torch import nn
 
 from pliant import charges
 from pliant.apply import Norms, hide_step_, scratch, scratch_step
+from pliant.batches import Around, Loss
 from pliant.charges import Array, Sizes, Times
 from pliant.clock import Watch
-from pliant.graph import Graph, Loss, compute_loss
+from pliant.graph import Graph, compute_loss
 from pliant.memory import Live
-from pliant.types import Cost, Part, Profile, Unit
+from pliant.profile import Profile
+from pliant.types import Cost, Part, Unit
 from pliant.update import Update
 
 _NOISE = 0.01  # relative, of a whole step
 _TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
 _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that may be
-
-
-Around = Callable[[], AbstractContextManager[Any]]  # what a forward pass runs inside of
 
 
 @dataclass

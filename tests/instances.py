@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from pliant.profile import Charge, Profile
 from pliant.solve import Problem
-from pliant.types import Charge, Cost, Part, Profile, Unit
+from pliant.types import Cost, Part, Unit
 
 
 def laws(examples: int) -> settings:

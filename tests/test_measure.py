@@ -23,7 +23,7 @@ from pliant import Part, Profile, ProfileMismatch, Unit, apply, batches, measure
 from pliant.apply import NormRule, Norms, apply_, sandbox
 from pliant.clock import Watch
 from pliant.graph import read, trainable, walk
-from pliant.types import Charge
+from pliant.profile import Charge
 from pliant.update import Update
 
 every_case = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from instances import chain_profile, laws, profiles, units
 
 from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan
+from pliant.profile import Charge
 from pliant.schedule import ramp
 from pliant.solve import Solver, cycle, fixed, greedy, knapsack, milp, sample
-from pliant.types import Charge
 
 
 def policy(solver: Solver | None = None, **more: Any) -> Policy:

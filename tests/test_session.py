@@ -42,7 +42,7 @@ from pliant import (
     solve,
     units,
 )
-from pliant.types import Charge
+from pliant.profile import Charge
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,8 +14,6 @@ from pliant.engine.lean import Lean
 from pliant.engine.slices import Sliced, Slices, check_elementwise
 from pliant.types import Part
 
-Around = Callable[[], AbstractContextManager[Any]]  # what a forward pass runs inside of
-
 
 def plain(slices: Slices | None = None) -> AbstractContextManager[Any]:
     """Ordinary autograd, with the slices that train, if any do."""

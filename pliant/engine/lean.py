@@ -23,12 +23,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant.engine import bits
 from pliant.engine.slices import Slices
+from pliant.recorder import SMALL as _SMALL
 
 Packed = tuple[Any, ...]  # how to give a tensor back, what is kept for it (None: nothing), and what else it takes
 Pack = Callable[[torch.Tensor], Packed]
 Rule = Callable[..., Pack | None]  # the arguments of a call → what to do with each tensor that is kept for it; None: keep it
 
-_SMALL = 256  # elements: below this a mask is not worth its while
 _SMALL_NORM = 1 << 16  # elements: up to this one more pass over them costs less than a backward function in Python does
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
@@ -84,14 +84,14 @@ class _Watcher(TorchFunctionMode):
             if out is not None:
                 return out
         kwargs = kwargs or {}
-        rule = _RULES.get(func)
+        rule, is_norm = _RULES.get(func), func is F.batch_norm
         name = _inexact(func) if rule is None else None
-        if (rule is None and name is None) or not torch.is_grad_enabled() or _hooks() != lean.around:
+        needs_nothing = rule is None and name is None and not is_norm
+        if needs_nothing or not torch.is_grad_enabled() or _hooks() != lean.around:
             return func(*args, **kwargs)  # in a checkpoint, or in hooks of the user's, what is kept is theirs
-        if func is F.batch_norm:
+        if is_norm:
             out = _batch_norm(*args, **kwargs)
-            if out is not None:
-                return out
+            return func(*args, **kwargs) if out is None else out
         pack = partial(lean.count, name or "") if rule is None else rule(*args, **kwargs)
         if pack is None:
             return func(*args, **kwargs)
@@ -230,10 +230,6 @@ def _convolution(input: Any, weight: Any, *_: Any, **__: Any) -> Pack | None:
         flat = torch.Size((*own[:2], 1, *own[2:]))
         return lambda tensor: _whole(tensor) if tensor.shape in (own, flat) else _shape(tensor)
     return lambda tensor: _whole(tensor) if tensor.shape == own else _shape(tensor)
-
-
-def _as_it_is(*_: Any, **__: Any) -> None:
-    """Everything that is kept is needed."""
 
 
 def _norm(input: Any, *more: Any, **named: Any) -> Pack | None:
@@ -377,7 +373,6 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_), _relu),
     **dict.fromkeys((F.leaky_relu, F.leaky_relu_), _leaky),
     F.relu6: _relu6,
-    F.batch_norm: _as_it_is,
     **dict.fromkeys((F.hardtanh, F.hardtanh_), _hardtanh),
     F.hardsigmoid: _hardsigmoid,
     **dict.fromkeys((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), _pool),
@@ -396,6 +391,6 @@ _EXACT = frozenset((
     "huber_loss",
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "add", "iadd", "sub", "mul", "imul", "div", "truediv",
     "pow", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "square", "where", "masked_fill", "getitem", "index_select", "gather",
-    "prelu", "normalize", "cosine_similarity", "norm", "clamp",
+    "prelu", "batch_norm", "normalize", "cosine_similarity", "norm", "clamp",
 ))
 # fmt: on

@@ -1,0 +1,358 @@
+"""What one step of one model costs on one device, for any selection: a list of charges, each due once.
+
+Arithmetic and JSON only, like the other nouns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pliant.types import Cost, Part, ProfileMismatch, Unit, write_aside
+
+KEPT = "kept"
+KINDS = (KEPT, "optimizer", "gradient", "scratch", "dX", "dW")
+ENGINES = ("plain", "lean")  # that costs are known for
+
+
+@dataclass(frozen=True)
+class Charge:
+    """A cost that is due once, as soon as any of `params` is chosen or any of the charges `via` is due.
+
+    A weight gradient names its parameter; an input gradient names the charges further from the loss that wait for it;
+    a tensor kept for backward names every operation that reads it. So the backward graph, and the union of what
+    it keeps, are one list. `via` points to later entries of the list only. `live` says during which moments of a step (see
+    `Profile`) its bytes stand, from the first up to the second; None: all along. `engine`: due only where that engine runs the
+    step.
+    """
+
+    name: str
+    cost: Cost
+    params: tuple[str, ...] = ()
+    via: tuple[int, ...] = ()
+    live: tuple[int, int] | None = None
+    engine: str | None = None
+
+    def share_of(self, dim: int | None, share: float) -> float:
+        """How much of it is due for a slice of its parameter: of a kept input, as much as the slice has of the inputs.
+
+        Beside a slice's gradient a copy of the slice itself stands, for the optimizer.
+        """
+        if dim is None or (self.kind == KEPT and dim != 1):
+            return 1.0
+        if self.kind == "gradient":
+            return min(2 * share, 1.0)  # and no slice costs more than the whole
+        return share if self.kind in (KEPT, "optimizer", "gradient", "scratch") or self.name.startswith("dW ") else 1.0
+
+    def share(self, pieces: Iterable[tuple[int | None, float]], behind: bool = False) -> float:
+        """How much of it is due for these pieces (dimension and share) of its parameters, and whether it is `behind` them.
+
+        The largest decides, and copies come beside it.
+        """
+        most, copies = float(behind), 0.0
+        for dim, share in pieces:
+            if self.is_copied(dim):
+                copies += share
+            else:
+                most = max(most, self.share_of(dim, share))
+        return most + copies
+
+    def is_copied(self, dim: int | None) -> bool:
+        """Whether a slice along this dimension keeps a copy of its own: its channels of a layer's input."""
+        return self.kind == KEPT and dim == 1
+
+    @property
+    def kind(self) -> str:
+        """What it pays for: one of `KINDS`, or "node", which is to run a node at all."""
+        word = self.name.split(" ")[0].rstrip(":")
+        return word if word in KINDS else "node"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The charges of a profile seen from a list of units: charge j is due when a unit of row j of `needed` is chosen.
+
+    Bytes are by moment: at each of them, `standing` and what is due must fit.
+    """
+
+    needed: NDArray[np.bool_]  # (charges, units); no two rows are equal
+    seconds: NDArray[np.float64]
+    bytes: NDArray[np.float64]  # (moments, charges)
+    standing: NDArray[np.float64]  # (moments,): beside the charges, against the peak of the forward pass alone
+    macs: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one step of one model costs on one device, for any selection.
+
+    `base` is what every step pays (the forward pass); `charges` stand in the order in which backward runs. `head`
+    names the parameters of the module nearest the loss. `origin` says where and when this was taken. `coverage` is the
+    share of the backward time that was attributed to nodes; `uncounted` names operations whose MACs are unknown.
+
+    Seconds and MACs add up; bytes are a peak. A step goes through `moments` (the operations of the forward pass, the nodes of
+    the backward pass, the optimizer), and each entry of it holds the bytes that live then even if nothing trains. The bytes of
+    a selection are its highest moment less the highest of `moments`: what training needs on top of inference.
+
+    `plain` is what a step of training without this library costs, where that is not the same as choosing everything.
+    `checks` are whole steps that were taken to test the measurement: seconds predicted, of the fastest try, of the slowest.
+    `engine` runs the steps; `on("lean")` is the same profile for another one. `shapes` are those of the parameters: a slice
+    costs its share of what its parameter's gradient, optimizer state and, along the inputs, kept activations cost.
+    """
+
+    charges: tuple[Charge, ...]
+    base: Cost
+    head: tuple[str, ...] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    coverage: float | None = None
+    uncounted: tuple[str, ...] = ()
+    moments: tuple[int, ...] = (0,)
+    plain: Cost | None = None
+    checks: tuple[tuple[float, float, float], ...] = ()
+    engine: str = "plain"
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for i, charge in enumerate(self.charges):
+            if any(not i < j < len(self.charges) for j in charge.via):
+                raise ValueError(f"charge {i} ({charge.name!r}) has via={charge.via}: it may point to later charges only.")
+            if charge.live is not None and not 0 <= charge.live[0] <= charge.live[1] <= len(self.moments):
+                raise ValueError(f"charge {i} ({charge.name!r}) has live={charge.live} of {len(self.moments)} moments.")
+
+    def on(self, engine: str) -> Profile:
+        """The same profile for steps that another engine runs; 1.0 is still a plain full step."""
+        if engine not in ENGINES:
+            raise ValueError(f"engine={engine!r} is not known to profiles; one of: {', '.join(ENGINES)}.")
+        return self if engine == self.engine else replace(self, engine=engine, plain=self.full)
+
+    def cost(self, units: Iterable[Unit], engine: str | None = None, cached: bool = False) -> Cost:
+        """What one step costs when just these units are chosen. THE judge: solvers are checked against it."""
+        if cached:
+            raise ValueError(f"this profile knows no cache (given: {cached=}).")
+        if engine is not None and engine != self.engine:
+            return self.on(engine).cost(units)
+        due = self.due(units)
+        seconds = self.base.seconds + math.fsum(charge.cost.seconds for charge in due)
+        macs = self.base.macs + sum(charge.cost.macs for charge in due)
+        change = np.zeros(len(self.moments) + 1, np.int64)
+        for charge in due:
+            start, end = charge.live or (0, len(self.moments))
+            change[start] += charge.cost.bytes
+            change[end] -= charge.cost.bytes
+        peak = int((np.cumsum(change)[:-1] + np.array(self.moments, np.int64)).max()) - max(self.moments)
+        return Cost(seconds, self.base.bytes + peak, macs)
+
+    def kept(self, units: Iterable[Unit]) -> int:
+        """Bytes that stay for the backward pass when just these units are chosen."""
+        return sum(charge.cost.bytes for charge in self.due(units) if charge.kind == KEPT)
+
+    def due(self, units: Iterable[Unit]) -> list[Charge]:
+        """The charges that a step pays when just these units are chosen."""
+        chosen = self._pieces(part for unit in units for part in unit.parts)
+        due, out = [False] * len(self.charges), []
+        for i in range(len(self.charges) - 1, -1, -1):
+            charge = self.charges[i]
+            behind = any(map(due.__getitem__, charge.via))
+            due[i] = behind or not chosen.keys().isdisjoint(charge.params)
+            if due[i] and charge.engine in (None, self.engine):
+                share = charge.share([chosen[p] for p in charge.params if p in chosen], behind)
+                out.append(charge if share == 1.0 else replace(charge, cost=charge.cost.times(share)))
+        return out[::-1]
+
+    def _pieces(self, parts: Iterable[Part]) -> dict[str, tuple[int | None, float]]:
+        """For each parameter that parts are of: along which dimension they cut it (None: not at all), and how much of it they
+        are together."""
+        cut: dict[str, tuple[int | None, set[int]]] = {}
+        for part in parts:
+            dim, index = cut.get(part.param, (part.dim, set()))
+            if part.dim is None or part.index is None or dim != part.dim:
+                cut[part.param] = None, set()
+            elif dim is not None:
+                cut[part.param] = dim, index.union(part.index)
+        out: dict[str, tuple[int | None, float]] = {}
+        for param, (dim, index) in cut.items():
+            share = len(index) / self.shapes[param][dim] if dim is not None and param in self.shapes else 1.0
+            out[param] = (dim, share) if share < 1 else (None, 1.0)
+        return out
+
+    @cached_property
+    def params(self) -> tuple[str, ...]:
+        """Every parameter that some charge names, nearest the loss first."""
+        return tuple(dict.fromkeys(p for charge in self.charges for p in charge.params))
+
+    def param_bytes(self, name: str) -> int:
+        """What a gradient of this parameter takes up."""
+        return sum(charge.cost.bytes for charge in self.charges if charge.name == f"gradient: {name}")
+
+    def output_bytes(self, name: str) -> int:
+        """What the outputs of the operations that use this parameter take up."""
+        return sum(c.cost.bytes for c in self.charges if c.kind == "node" and name in c.params)
+
+    @cached_property
+    def without_optimizer(self) -> Profile:
+        """What forward and backward passes cost that no step of the optimizer follows."""
+        charges = (replace(c, cost=Cost()) if c.kind in ("optimizer", "scratch") else c for c in self.charges)
+        return replace(self, charges=tuple(charges))
+
+    @cached_property
+    def full(self) -> Cost:
+        """What a plain full step costs: the meaning of 1.0 in a budget."""
+        return self.plain or self.cost([Unit("*", tuple(Part(p) for p in self.params))])
+
+    def table(self, units: tuple[Unit, ...]) -> Table:
+        """The charges as arrays over these units, equal rows merged, rows that no unit needs left out."""
+        if units not in self._tables:  # asked for again whenever a plan is corrected
+            self._tables.clear()
+            self._tables[units] = self._table(units)
+        return self._tables[units]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Unit, ...], Table]:
+        return {}
+
+    def _table(self, units: Sequence[Unit]) -> Table:
+        whole = {param: np.zeros(len(units), bool) for param in self.params}  # units that choose all of it
+        cut: dict[str, list[tuple[int, int, float]]] = {}  # units that choose a slice: (unit, dimension, share)
+        for i, unit in enumerate(units):
+            for param, (dim, share) in self._pieces(unit.parts).items():
+                if param in whole and dim is None:
+                    whole[param][i] = True
+                elif param in whole and dim is not None:
+                    cut.setdefault(param, []).append((i, dim, share))
+        rows: list[NDArray[np.bool_]] = [np.zeros(0, bool)] * len(self.charges)
+        merged: dict[bytes, tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]] = {}
+
+        def add(row: NDArray[np.bool_], charge: Charge, share: float = 1.0) -> None:
+            if row.any() and charge.engine in (None, self.engine):
+                new = row, np.zeros(2), np.zeros(len(self.moments))
+                _, price, held = merged.setdefault(row.tobytes(), new)
+                price += (charge.cost.seconds * share, charge.cost.macs * share)
+                held[slice(*(charge.live or (0, None)))] += charge.cost.bytes * share
+
+        for i in range(len(self.charges) - 1, -1, -1):
+            charge, row, own = self.charges[i], np.zeros(len(units), bool), dict[int, list[tuple[int | None, float]]]()
+            for j in charge.via:
+                row |= rows[j]
+            for param in charge.params:
+                row |= whole[param]
+                for k, dim, share in cut.get(param, ()):
+                    own.setdefault(k, []).append((dim, share))
+            behind = bool(row.any())
+            for k, pieces in own.items():
+                rest = [charge.share_of(dim, 0.0) for dim, _ in pieces if not charge.is_copied(dim)]
+                row[k] |= max(rest, default=0.0) == 1.0 or (behind and bool(rest))
+                share = charge.share(pieces, bool(row[k])) - row[k]
+                if share > 0:  # each pays for its own slice
+                    add(np.arange(len(units)) == k, charge, share)
+            add(row, charge)
+            rows[i] = row.copy()
+            rows[i][list(own)] = True
+        needed = np.array([row for row, _, _ in merged.values()], bool).reshape(len(merged), len(units))
+        prices = np.array([price for _, price, _ in merged.values()], float).reshape(len(merged), 2)
+        held = np.array([held for _, _, held in merged.values()], float).reshape(len(merged), len(self.moments)).T
+        standing = np.array(self.moments, float) - max(self.moments)
+        alone = _highest(held, standing)
+        return Table(needed, prices[:, 0], held[alone], standing[alone], prices[:, 1])
+
+    def check_origin(self, now: Mapping[str, Any], allow_mismatch: bool = False) -> None:
+        """Raise `ProfileMismatch` unless this profile was taken under the conditions `now`."""
+        differ = [key for key in now if key in self.origin and self.origin[key] != now[key]]
+        if differ and not allow_mismatch:
+            was = ", ".join(f"{key} {self.origin[key]!r}" for key in differ)
+            runs = ", ".join(f"{key} {now[key]!r}" for key in differ)
+            raise ProfileMismatch(
+                f"this profile was taken at {was}; the model now runs at {runs}. Measure again, or pass allow_mismatch=True."
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": "pliant.profile/3",
+            "base": asdict(self.base),
+            "charges": [
+                {
+                    "name": c.name,
+                    "cost": {key: value for key, value in asdict(c.cost).items() if value},
+                    "params": list(c.params),
+                    "via": list(c.via),
+                    "live": None if c.live is None else list(c.live),
+                    "engine": c.engine,
+                }
+                for c in self.charges
+            ],
+            "head": list(self.head),
+            "origin": dict(self.origin),
+            "coverage": self.coverage,
+            "uncounted": list(self.uncounted),
+            "moments": list(self.moments),
+            "plain": None if self.plain is None else asdict(self.plain),
+            "checks": [list(check) for check in self.checks],
+            "engine": self.engine,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Profile:
+        found = data.get("format") if isinstance(data, Mapping) else None
+        if found != "pliant.profile/3":
+            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/3'.")
+        charges = tuple(
+            Charge(
+                c["name"],
+                Cost(**c["cost"]),
+                tuple(c["params"]),
+                tuple(c["via"]),
+                tuple(c["live"]) if c["live"] else None,
+                c["engine"],
+            )
+            for c in data["charges"]
+        )
+        return cls(
+            charges,
+            Cost(**data["base"]),
+            tuple(data["head"]),
+            data["origin"],
+            data["coverage"],
+            tuple(data["uncounted"]),
+            tuple(data["moments"]),
+            Cost(**data["plain"]) if data["plain"] else None,
+            tuple((predicted, fastest, slowest) for predicted, fastest, slowest in data["checks"]),
+            data["engine"],
+            {name: tuple(shape) for name, shape in data["shapes"].items()},
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as JSON: aside first, then renamed, so that an interrupted write leaves the old file."""
+        write_aside(path, json.dumps(self.to_json()).encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], now: Mapping[str, Any] | None = None, allow_mismatch: bool = False) -> Profile:
+        """Read a profile; with `now` (see `measure.origin`) also check that it was taken under these conditions."""
+        try:
+            profile = cls.from_json(json.loads(Path(path).read_bytes()))
+        except (ValueError, KeyError, TypeError) as error:  # no text, no JSON, no profile, or half of one
+            raise ValueError(
+                f"{os.fspath(path)!r} is not a whole Pliant profile: {error}. Measure and save it again."
+            ) from error
+        if now is not None:
+            profile.check_origin(now, allow_mismatch)
+        return profile
+
+
+def _highest(held: NDArray[np.float64], standing: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Positions of the moments that some choice may make the highest: one that a neighbour always tops is left out."""
+    kept: list[int] = []
+    for t in range(len(standing)):
+        while kept and standing[kept[-1]] <= standing[t] and (held[kept[-1]] <= held[t]).all():
+            kept.pop()
+        if not kept or standing[kept[-1]] < standing[t] or not (held[kept[-1]] >= held[t]).all():
+            kept.append(t)
+    return np.array(kept, dtype=np.intp)
