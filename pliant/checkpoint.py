@@ -1,4 +1,5 @@
-"""One file from which a run goes on as if it had never stopped: model, optimizer, scaler, session, random states."""
+"""Files of a run: one from which it goes on as if it had never stopped (model, optimizer, scaler, session, random states), and
+one that holds just what changed."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant import __version__
 from pliant.apply import rng_states, set_rng_states
 from pliant.types import write_aside
 
@@ -35,6 +37,14 @@ def save(
         content,
     )
     write_aside(path, content.getvalue())
+
+
+def save_delta(path: str | os.PathLike[str], changed: Mapping[str, torch.Tensor], step: int) -> None:
+    """What changed, by state-dict name, as safetensors."""
+    from safetensors.torch import save as as_bytes
+
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in changed.items()}
+    write_aside(path, as_bytes(tensors, {"format": "pliant.delta/1", "step": str(step), "pliant": __version__}))
 
 
 def read(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pliant.memory import resident
 from pliant.policy import Policy
 from pliant.profile import Profile
 from pliant.runlog import RunLog
-from pliant.types import ProbeError, Selection, Unit, write_aside
+from pliant.types import ProbeError, Selection, Unit
 from pliant.undo import Undo
 from pliant.update import Update
 
@@ -250,6 +250,7 @@ class Session:
         """Measure (once), choose again (when due) and apply; then the caller's own forward, backward and step follow."""
         self._begin_step(batch)
         if self._engine.slices is not None and self.update.scaler is not None:
+            self._laps.drop()
             raise ValueError(
                 "a GradScaler unscales before slices stand in for their parameters: take such steps with session.step."
             )
@@ -488,10 +489,7 @@ class Session:
         """
         changed = self._undoable().changed()
         if path is not None:
-            from safetensors.torch import save
-
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in changed.items()}
-            write_aside(path, save(tensors, {"format": "pliant.delta/1", "step": str(self._step), "pliant": __version__}))
+            checkpoint.save_delta(path, changed, self._step)
         return changed
 
     def rollback(self) -> None:

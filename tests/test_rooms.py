@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runlog": {"torch"},
     "drift": {"types"},
     "feedback": set(),
-    "checkpoint": {"types", "apply", "torch"},
+    "checkpoint": {"types", "apply", "torch", "safetensors"},
     "choice": {
         "types",
         "profile",
@@ -89,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "update",
         "torch",
     },
-    "session": LEFT | {"torch", "safetensors"},
+    "session": LEFT | {"torch"},
     "recipes": {"policy", "budget", "schedule", "score", "solve", "units", "measure", "roofline", "types"},
     "models": {"torch", "safetensors"},
     "data": {"models", "torch", "sklearn"},

@@ -112,7 +112,7 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor, list[Part]]:
 @given(convolutions(), st.booleans(), st.booleans())
 def test_gradients_of_convolutions_are_those_of_the_whole(case: Any, wants_input: bool, by_products: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pliant.engine.slices._WIDE_KERNELS_BY_PRODUCTS", by_products)
+        patch.setattr("pliant.engine.channels._WIDE_KERNELS_BY_PRODUCTS", by_products)
         check_gradients(*case, wants_input=wants_input)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant.engine import bits
+from pliant.engine.channels import nothing
 from pliant.engine.slices import Slices
 from pliant.recorder import SMALL as _SMALL
 
@@ -161,13 +162,7 @@ def _of_shape(_: None, shape: torch.Size, stride: Any, dtype: torch.dtype, devic
     _check_once()
     if stride is not None:  # kernels follow the layout of their input
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    return _zeros(shape, dtype, device)
-
-
-@lru_cache(maxsize=1024)
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take no memory."""
-    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+    return nothing(shape, dtype, device)
 
 
 def _of_bits(kept: torch.Tensor, like: tuple[torch.Size, Any, torch.dtype], yes: float, no: float) -> torch.Tensor:

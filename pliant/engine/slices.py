@@ -8,23 +8,18 @@ channels of the input alone. For the moment of the optimizer's step, a parameter
 
 from __future__ import annotations
 
-import itertools
-import math
-import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn, optim
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from pliant.apply import ELEMENTWISE
+from pliant.engine.channels import Convolution, Index, Linear, Plan, Settings, as_autocast, spread
 from pliant.types import Part
 
 
@@ -123,9 +118,9 @@ class Slices:
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
         of_weight, of_bias = self._by_id.get(id(weight)), self._by_id.get(id(bias))
-        tensors = _as_autocast(input, *map(_detached, (weight, bias), (of_weight, of_bias)))
+        tensors = as_autocast(input, *map(_detached, (weight, bias), (of_weight, of_bias)))
         plan = None if of_weight is None else of_weight.plan(1)
-        return _Linear.apply(*tensors, _leaf(of_weight), _leaf(of_bias), plan, of_bias)
+        return Linear.apply(*tensors, _leaf(of_weight), _leaf(of_bias), plan, _index(of_bias))
 
     def _convolution(
         self,
@@ -140,7 +135,7 @@ class Slices:
     ) -> torch.Tensor:
         of_weight, of_bias = self._by_id.get(id(weight)), self._by_id.get(id(bias))
         spots = weight.dim() - 2
-        stride, dilation = _spread(stride, spots), _spread(dilation, spots)
+        stride, dilation = spread(stride, spots), spread(dilation, spots)
         if padding == "same" and max(stride) == 1:
             totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
             padding = [total // 2 for total in totals]
@@ -150,12 +145,12 @@ class Slices:
             if padding != "valid":
                 return func(input, weight, bias, stride, padding, dilation, groups)  # says what is wrong with it
             padding = 0
-        input, *tensors = _as_autocast(input, *map(_detached, (weight, bias), (of_weight, of_bias)))
+        input, *tensors = as_autocast(input, *map(_detached, (weight, bias), (of_weight, of_bias)))
         plan = None if of_weight is None else of_weight.plan(groups)
-        settings = _Settings(stride, _spread(padding, spots), dilation, groups)
+        settings = Settings(stride, spread(padding, spots), dilation, groups)
         alone = input.dim() == weight.dim() - 1  # one sample without a batch
         data = input.unsqueeze(0) if alone else input
-        out = _Convolution.apply(data, *tensors, _leaf(of_weight), _leaf(of_bias), plan, of_bias, func, settings)
+        out = Convolution.apply(data, *tensors, _leaf(of_weight), _leaf(of_bias), plan, _index(of_bias), func, settings)
         return out.squeeze(0) if alone else out
 
     # ------------------------------------------------------------ the optimizer's step
@@ -216,7 +211,7 @@ class Slices:
             if before is None or state is None or before.dim != one.dim or id(one.param) not in groups:
                 continue
             stay = sorted(set(one.index.at) & set(before.index.at))
-            here, there = _Index(map(one.index.at.index, stay)), _Index(map(before.index.at.index, stay))
+            here, there = Index(map(one.index.at.index, stay)), Index(map(before.index.at.index, stay))
             mine: dict[str, Any] = {}
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == before.leaf.shape:
@@ -260,95 +255,39 @@ def _merged(params: Mapping[str, nn.Parameter], parts: Iterable[Part]) -> dict[s
     return out
 
 
-class _Index:
-    """Positions along a dimension, sorted. One run of neighbours is seen without a copy."""
-
-    def __init__(self, at: Iterable[int]) -> None:
-        self.at = tuple(at)
-        self.is_run = bool(self.at) and self.at[-1] - self.at[0] == len(self.at) - 1
-        self._on: dict[torch.device, torch.Tensor] = {}
-
-    def __len__(self) -> int:
-        return len(self.at)
-
-    def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """What stands at these positions."""
-        if self.is_run:
-            return tensor.narrow(dim, self.at[0], len(self.at))
-        return tensor.index_select(dim, self._tensor(tensor.device))
-
-    def put_(self, tensor: torch.Tensor, dim: int, values: torch.Tensor) -> None:
-        """Write to these positions."""
-        if self.is_run:
-            tensor.narrow(dim, self.at[0], len(self.at)).copy_(values)
-        elif self.at:
-            tensor.index_copy_(dim, self._tensor(tensor.device), values)
-
-    def _tensor(self, device: torch.device) -> torch.Tensor:
-        if device not in self._on:
-            self._on[device] = torch.tensor(self.at, dtype=torch.int64, device=device)
-        return self._on[device]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How the gradient of a weight's slice is computed: a layer of `groups`, from some inputs to some outputs.
-
-    None means all of them. `pick` are the rows of the result that were asked for, where not all of them were.
-    """
-
-    inputs: _Index | None
-    outputs: _Index | None
-    groups: int
-    shape: tuple[int, ...]
-    pick: _Index | None = None
-
-    def keep(self, input: torch.Tensor, dim: int) -> torch.Tensor:
-        """What is to be kept of the input: a copy of some channels, so that the others can go."""
-        if self.inputs is None:
-            return input
-        some = self.inputs.take(input, dim)
-        last = torch.channels_last if _is_channels_last(input) else torch.contiguous_format
-        return some.clone(memory_format=last) if self.inputs.is_run else some.contiguous(memory_format=last)
-
-    def of(self, grad: torch.Tensor, dim: int) -> torch.Tensor:
-        """The gradient of the outputs in question."""
-        return grad if self.outputs is None else self.outputs.take(grad, dim)
-
-
 class _Slice:
     """One parameter's slice. `leaf` stands for it in autograd: a single zero, seen as a tensor of the slice's shape."""
 
     def __init__(self, name: str, param: nn.Parameter, dim: int, index: tuple[int, ...]) -> None:
-        self.name, self.param, self.dim, self.index = name, param, dim, _Index(index)
+        self.name, self.param, self.dim, self.index = name, param, dim, Index(index)
         shape = list(param.shape)
         shape[dim] = len(index)
         self.leaf = torch.zeros((), dtype=param.dtype, device=param.device).expand(shape).requires_grad_()
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, Plan] = {}
 
-    def plan(self, groups: int) -> _Plan:
+    def plan(self, groups: int) -> Plan:
         """How a layer of so many groups computes this slice of its weight's gradient."""
         if groups not in self._plans:
             self._plans[groups] = self._inputs(groups) if self.dim == 1 else self._outputs(groups)
         return self._plans[groups]
 
-    def _inputs(self, groups: int) -> _Plan:
+    def _inputs(self, groups: int) -> Plan:
         """The chosen channels of each group's input."""
         per = self.param.shape[1]
-        inputs = _Index(g * per + i for g in range(groups) for i in self.index.at)
-        return _Plan(inputs, None, groups, tuple(self.leaf.shape))
+        inputs = Index(g * per + i for g in range(groups) for i in self.index.at)
+        return Plan(inputs, None, groups, tuple(self.leaf.shape))
 
-    def _outputs(self, groups: int) -> _Plan:
+    def _outputs(self, groups: int) -> Plan:
         """The groups with a chosen output: their inputs, and as many outputs of each, or all where these are not the same."""
         out, per_in = self.param.shape[:2]
         per = out // groups
         counts = Counter(i // per for i in self.index.at)
-        inputs = None if len(counts) == groups else _Index(g * per_in + i for g in counts for i in range(per_in))
+        inputs = None if len(counts) == groups else Index(g * per_in + i for g in counts for i in range(per_in))
         if len(set(counts.values())) == 1:
-            return _Plan(inputs, self.index, len(counts), tuple(self.leaf.shape))
+            return Plan(inputs, self.index, len(counts), tuple(self.leaf.shape))
         rows = [g * per + i for g in counts for i in range(per)]
         shape = (len(rows), *self.leaf.shape[1:])
-        return _Plan(inputs, _Index(rows), len(counts), shape, _Index(map(rows.index, self.index.at)))
+        return Plan(inputs, Index(rows), len(counts), shape, Index(map(rows.index, self.index.at)))
 
     def cut(self) -> nn.Parameter:
         """A parameter that is the slice, with its gradient: in the whole one's memory if it lies there in one piece."""
@@ -401,189 +340,17 @@ def _placed(state: dict[str, Any], group: Mapping[str, Any], cut: nn.Parameter) 
     return {key: value.to(cut.device) if torch.is_tensor(value) else value for key, value in state.items()}
 
 
-# ---------------------------------------------------------------- functions
-
-
-@dataclass(frozen=True)
-class _Settings:
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    groups: int
-
-
-class _Convolution(torch.autograd.Function):
-    """A convolution whose weight or bias is sliced; the other may be whole."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        weight_leaf: torch.Tensor | None,
-        bias_leaf: torch.Tensor | None,
-        plan: _Plan | None,
-        of_bias: _Slice | None,
-        func: Callable[..., torch.Tensor],
-        at: _Settings,
-    ) -> torch.Tensor:
-        ctx.plan, ctx.of_bias, ctx.at, ctx.dtype = plan, of_bias, at, None if weight_leaf is None else weight_leaf.dtype
-        ctx.input_shape, ctx.weight_shape = input.shape, weight.shape
-        kept = input if ctx.needs_input_grad[1] else None if plan is None else plan.keep(input, 1)
-        ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None)
-        return func(input, weight, bias, at.stride, at.padding, at.dilation, at.groups)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, weight = ctx.saved_tensors
-        d_input = d_weight = d_bias = d_weight_leaf = d_bias_leaf = None
-        wants = tuple(ctx.needs_input_grad[:3])
-        if any(wants):
-            data = kept if wants[1] else _nothing(grad, ctx.input_shape)
-            kernel = _in_layout_of(grad, weight) if wants[0] else _nothing(grad, ctx.weight_shape)
-            d_input, d_weight, d_bias = _backward(grad, data, kernel, ctx.at, ctx.at.groups, wants)
-        if ctx.plan is not None:
-            plan: _Plan = ctx.plan
-            d_weight_leaf = _of_weight(plan.of(grad, 1), kept, plan, ctx.at)
-            if plan.pick is not None:
-                d_weight_leaf = plan.pick.take(d_weight_leaf, 0)
-            d_weight_leaf = d_weight_leaf.to(ctx.dtype)
-        if ctx.of_bias is not None:
-            axes = [dim for dim in range(grad.dim()) if dim != 1]
-            d_bias_leaf = ctx.of_bias.index.take(grad, 1).sum(axes).to(ctx.of_bias.leaf.dtype)
-        return d_input, d_weight, d_bias, d_weight_leaf, d_bias_leaf, None, None, None, None
-
-
-def _backward(
-    grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, at: _Settings, groups: int, wants: tuple[bool, ...]
-) -> tuple[torch.Tensor, ...]:
-    sizes = [weight.shape[0]] if wants[2] else None
-    none = [0] * len(at.stride)
-    return torch.ops.aten.convolution_backward(
-        grad, input, weight, sizes, at.stride, at.padding, at.dilation, False, none, groups, wants
-    )
-
-
-# On ARM processors the kernels for a weight's gradient take longer for few outputs than for many.
-_WIDE_KERNELS_BY_PRODUCTS = platform.machine() in ("aarch64", "arm64")
-
-
-def _of_weight(grad: torch.Tensor, input: torch.Tensor, plan: _Plan, at: _Settings) -> torch.Tensor:
-    """The gradient of what the plan says of a weight, in the way that is the faster one here."""
-    exact = grad.device.type == "cpu" and grad.dtype in (torch.float32, torch.float64)
-    if exact and plan.groups == 1 and (math.prod(plan.shape[2:]) == 1 or (_WIDE_KERNELS_BY_PRODUCTS and plan.outputs)):
-        return _by_products(grad, input, plan.shape, at)
-    return _backward(grad, input, _nothing(grad, plan.shape), at, plan.groups, (False, True, False))[1]
-
-
-def _by_products(grad: torch.Tensor, input: torch.Tensor, shape: tuple[int, ...], at: _Settings) -> torch.Tensor:
-    """The same by one product of matrices for each place of the kernel."""
-    out = grad.new_zeros(shape)
-    places = out.movedim((0, 1), (-2, -1))
-    is_last = _is_channels_last(input)
-    for place in itertools.product(*map(range, shape[2:])):
-        here, there = [slice(None)] * 2, [slice(None)] * 2
-        for spot, (i, stride, padding, dilation) in enumerate(zip(place, at.stride, at.padding, at.dilation, strict=True), 2):
-            first = i * dilation - padding  # where the first output finds its input
-            low = max(0, -(first // stride))
-            high = max(low, min(grad.shape[spot], (input.shape[spot] - 1 - first) // stride + 1))
-            here.append(slice(low, high))
-            there.append(slice(first + low * stride, max(first + (high - 1) * stride + 1, 0), stride))
-        some, data = grad[tuple(here)], input[tuple(there)]
-        if not some.numel():  # nothing but padding lies there
-            continue
-        if is_last:
-            rows, values = (tensor.movedim(1, -1).reshape(-1, tensor.shape[1]) for tensor in (some, data))
-            places[place] = rows.t() @ values
-        else:
-            places[place] = torch.bmm(some.flatten(2), data.flatten(2).transpose(1, 2)).sum(0)
-    return out
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer whose weight or bias is sliced; the other may be whole."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        weight_leaf: torch.Tensor | None,
-        bias_leaf: torch.Tensor | None,
-        plan: _Plan | None,
-        of_bias: _Slice | None,
-    ) -> torch.Tensor:
-        ctx.plan, ctx.of_bias, ctx.dtype = plan, of_bias, None if weight_leaf is None else weight_leaf.dtype
-        kept = input if ctx.needs_input_grad[1] else None if plan is None else plan.keep(input, -1)
-        ctx.save_for_backward(kept, weight if ctx.needs_input_grad[0] else None)
-        return F.linear(input, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, weight = ctx.saved_tensors
-        d_input = d_weight = d_bias = d_weight_leaf = d_bias_leaf = None
-        rows = grad.reshape(-1, grad.shape[-1])
-        data: Any = None if kept is None else kept.reshape(-1, kept.shape[-1])
-        if ctx.needs_input_grad[0]:
-            d_input = (rows @ weight).view(*grad.shape[:-1], weight.shape[1])
-        if ctx.needs_input_grad[1]:
-            d_weight = rows.t() @ data
-        if ctx.needs_input_grad[2]:
-            d_bias = rows.sum(0)
-        if ctx.plan is not None:
-            d_weight_leaf = (ctx.plan.of(rows, 1).t() @ data).to(ctx.dtype)
-        if ctx.of_bias is not None:
-            d_bias_leaf = ctx.of_bias.index.take(rows, 1).sum(0).to(ctx.of_bias.leaf.dtype)
-        return d_input, d_weight, d_bias, d_weight_leaf, d_bias_leaf, None, None
-
-
 def _leaf(one: _Slice | None) -> torch.Tensor | None:
     return None if one is None else one.leaf
+
+
+def _index(one: _Slice | None) -> Index | None:
+    return None if one is None else one.index
 
 
 def _detached(tensor: torch.Tensor | None, one: _Slice | None) -> torch.Tensor | None:
     """A sliced parameter takes part as it is, and its leaf takes the gradient."""
     return tensor if tensor is None or one is None else tensor.detach()
-
-
-def _as_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors in the type that autocast would give them."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
-def _nothing(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor without memory of its own, for kernels that do not read the values."""
-    return _zero(like.dtype, like.device).expand(shape)
-
-
-@cache
-def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=dtype, device=device)
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _in_layout_of(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Kernels follow the layout of the input or of the weight; where the input is but a shape, the weight has to tell."""
-    if not _is_channels_last(grad) or _is_channels_last(weight):
-        return weight
-    return torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight)
-
-
-def _spread(value: Any, count: int) -> list[int]:
-    """A setting for each dimension in space."""
-    values = [value] if isinstance(value, int) else list(value)
-    return values * count if len(values) == 1 else values
 
 
 def _is_float(result: Any) -> bool:
