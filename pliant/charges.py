@@ -140,7 +140,7 @@ class _Builder:
         both = [charge for charge in plain if charge in lean]
         apart = [(charge, "plain") for charge in plain if charge not in both]
         apart += [(charge, "lean") for charge in lean if charge not in both]
-        return both + [replace(charge, engine=engine) for charge, engine in apart] + self._unpacked()
+        return both + [replace(charge, engine=engine) for charge, engine in apart] + self._unpacked() + self._scales()
 
     def _kept(self, engine: str) -> list[Charge]:
         found: dict[int, tuple[int, list[str], list[int], int]] = {}
@@ -171,6 +171,15 @@ class _Builder:
                 now = self.line.node(i), self.line.node(i) + 1
                 name = f"unpacked {node.op} {node.module}".strip()
                 out.append(Charge(name, Cost(bytes=size), node.params, node.data, now, "lean"))
+        return out
+
+    def _scales(self) -> list[Charge]:
+        """The lean engine remembers one number per channel of a norm at rest that gradients go through."""
+        out = []
+        for node in self.graph.nodes:
+            if "BatchNorm" in node.op and node.data:
+                size = max((self.graph.params[name] for name in node.params), default=0)
+                out.append(Charge(f"scale {node.op} {node.module}".strip(), Cost(bytes=size), (), node.data, None, "lean"))
         return out
 
     def _moves_when_chosen(self, node: Node) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from pliant import batches
 from pliant.batches import Loss
-from pliant.recorder import CARRIERS, Recorder, op_name
+from pliant.recorder import CARRIERS, NothingKept, Recorder, op_name
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
@@ -179,8 +179,13 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     """
     params = trainable(model)
     recorder = Recorder(model, batch)
-    with recorder:
-        value = compute_loss(model, loss, batch)
+    try:
+        with recorder:
+            value = compute_loss(model, loss, batch)
+    except NothingKept:
+        recorder = Recorder(model, batch, keep=True)
+        with recorder:
+            value = compute_loss(model, loss, batch)
     live = walk(value)
     if any(op_name(node) == "CheckpointFunction" for node in live):
         raise ValueError(

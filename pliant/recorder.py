@@ -58,23 +58,36 @@ class _Ran:
 class _Life:
     """When a storage lives, in operations of the forward pass: made by `since`, last seen by `seen`, freed before `until`."""
 
+    number: int
     size: int
     since: int
     seen: int
     until: int | None = None
+    is_copy: bool = False
+    saved: bool = False
     ref: Any = None
 
 
-class Recorder:
-    """What a forward pass tells while it runs: operations and saved tensors by autograd sequence number, and modules."""
+class NothingKept(RuntimeError):
+    """The forward pass itself wants back what was saved for backward."""
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+
+class Recorder:
+    """What a forward pass tells while it runs: operations and saved tensors by autograd sequence number, and modules.
+
+    What autograd saves is noted and let go, so that everything lives just as long as the program itself holds it: also where
+    that is longer than it is used, as with what a caller's variable still names. `keep`: it is kept, for a forward pass that
+    differentiates.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, keep: bool = False) -> None:
         self.model = model
         self.ran: dict[int, list[_Ran]] = {}
         self.saved: dict[int, list[tuple[int, int]]] = {}
+        self._saved_at: dict[int, int] = {}  # by sequence number: the operation that is over by then
         self._events: list[tuple[int, str]] = [(0, "")]
         self._stack: list[str] = [""]
-        self._alive: list[torch.Tensor] = []  # a saved storage must not be freed and its address used again
+        self._keep = keep
         standing = [*model.parameters(), *model.buffers(), *batches.tensors(batch)]
         self._standing = {storage(tensor)[0] for tensor in standing}
         self.recomputing: set[int] = set()  # the last number of each checkpoint: backward begins there
@@ -88,7 +101,7 @@ class Recorder:
         for name, module in self.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
             self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._mode = _Counter(self)
         self._hooks.__enter__()
         self._mode.__enter__()
@@ -99,7 +112,6 @@ class Recorder:
         self._hooks.__exit__(*error)
         for handle in self._handles:
             handle.remove()
-        self._alive.clear()
         for life in self._lives:
             life.ref = None
 
@@ -111,29 +123,36 @@ class Recorder:
         self._stack.pop()
         self._events.append((_sequence(), self._stack[-1]))
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key, size = storage(tensor)
-        size = 0 if key in self._standing else size
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        life = self._life(tensor)
+        key, size = (life.number, life.size) if life is not None else (-1, 0)
         if _is_checkpoints_own():
             self._regions.append((_sequence(), key, size))
         else:
             self.saved.setdefault(_sequence() - 1, []).append((key, size))
-        kept = tensor.detach()  # detached: an output that its own node keeps would be a cycle
-        self._alive.append(kept)
-        return kept
+            self._saved_at.setdefault(_sequence() - 1, max(self.tick - 1, 0))
+        if life is not None:
+            life.saved = True
+        return tensor.detach() if self._keep else None  # detached: an output that its own node keeps would be a cycle
 
-    def saw(self, tensors: Iterable[torch.Tensor]) -> None:
+    def saw(self, tensors: Iterable[torch.Tensor], is_copy: bool) -> None:
         """The current operation reads or makes these."""
         for tensor in tensors:
-            key, size = storage(tensor)
-            if key in self._standing:
-                continue
-            life = self._now.get(key)
-            if life is None:
-                life = self._now[key] = _Life(size, self.tick, self.tick)
-                self._lives.append(life)
-                life.ref = when_freed(tensor, partial(self._freed, key, life))
-            life.seen = self.tick
+            life = self._life(tensor, is_copy)
+            if life is not None:
+                life.seen = self.tick
+
+    def _life(self, tensor: torch.Tensor, is_copy: bool = False) -> _Life | None:
+        """Of the memory behind a tensor; None for what is there anyway."""
+        key, size = storage(tensor)
+        if key in self._standing:
+            return None
+        life = self._now.get(key)
+        if life is None:
+            life = self._now[key] = _Life(len(self._lives), size, self.tick, self.tick, is_copy=is_copy)
+            self._lives.append(life)
+            life.ref = when_freed(tensor, partial(self._freed, key, life))
+        return life
 
     def _freed(self, key: int, life: _Life) -> None:
         life.until = self.tick
@@ -141,12 +160,19 @@ class Recorder:
             del self._now[key]
 
     def lives(self) -> tuple[tuple[int, ...], dict[int, int]]:
-        """`Graph.inference` and `Graph.gone`: call it while everything that is kept still lives."""
-        change = np.zeros(self.tick + 2, np.int64)
+        """`Graph.inference` and `Graph.gone`."""
+        change, gone = np.zeros(self.tick + 2, np.int64), {}
         for life in self._lives:
+            if life.is_copy and life.saved and life.seen == life.since:  # made for backward: without it, it is not there
+                gone[life.number] = life.since
+                continue
+            until = life.until if life.until is not None and not self._keep else life.seen + 1
+            until = min(until, self.tick + 1)
             change[life.since] += life.size
-            change[min(life.until if life.until is not None else life.seen + 1, self.tick + 1)] -= life.size
-        return tuple(np.cumsum(change)[: max(self.tick, 1)].tolist()), {key: life.seen + 1 for key, life in self._now.items()}
+            change[until] -= life.size
+            gone[life.number] = until
+        gone |= {_mask(sequence): since for sequence, since in self._saved_at.items()}
+        return tuple(np.cumsum(change)[: max(self.tick, 1)].tolist()), gone
 
     def settle(self, live: Sequence[Any]) -> None:
         """Give every node what it keeps.
@@ -159,6 +185,7 @@ class Recorder:
             if sequence not in ops and any(one.name == f"{ops.get(sequence - 1)}_" for one in ran):
                 self.ran.setdefault(sequence - 1, []).extend(ran)
                 self.saved.setdefault(sequence - 1, []).extend(self.saved.pop(sequence, []))
+                self._saved_at.setdefault(sequence - 1, self._saved_at.pop(sequence, 0))
         weights = {node._sequence_nr() for node in live if _hands_on_a_parameter(node)}
         visible = sorted(sequence for sequence in ops if self.saved.get(sequence))
         starts = sorted({start for start, _, _ in self._regions})
@@ -199,7 +226,7 @@ class Recorder:
         if op == "Convolution" or ("BatchNorm" in op and not getattr(node, "_saved_training", True)):
             return tuple((key, size, 1) for key, size in found)  # for the weight alone
         if op in MASKS and outputs >= SMALL:
-            return ((-node._sequence_nr() - 1, (outputs + 7) // 8, None),)
+            return ((_mask(node._sequence_nr()), (outputs + 7) // 8, None),)
         if op.startswith(SHAPES):
             return ()
         if op.startswith("MaxPool") and found:  # which element was the largest: eight bytes, or less
@@ -227,9 +254,20 @@ class _Counter(TorchDispatchMode):
             made = first.numel() * first.element_size()
             ran = _Ran(plain, forward_macs(name, args, first), first.numel(), made, moved)
             self.recorder.ran.setdefault(_sequence() - 1, []).append(ran)
-        self.recorder.saw(touched)
+        self.recorder.saw(touched, is_copy=func is torch.ops.aten.clone.default)
         self.recorder.tick += 1
         return out
+
+
+def _unpack(kept: torch.Tensor | None) -> torch.Tensor:
+    if kept is None:
+        raise NothingKept
+    return kept
+
+
+def _mask(sequence: int) -> int:
+    """A number for what the lean engine keeps in place of what this node would: that of no storage."""
+    return -sequence - 2
 
 
 def forward_macs(name: str, args: Sequence[Any], out: torch.Tensor) -> int:

@@ -4,7 +4,8 @@ PyTorch decides what an operation keeps without asking who will want it: a froze
 whole output. While `Lean` is on, every torch function that runs is looked up in one table, which says what to do with each
 tensor that autograd is about to keep on its behalf: keep it, keep its shape alone, or keep one bit per element. The
 operations and their backward kernels stay PyTorch's own, so gradients are the same to the last bit. One exception: a norm at
-rest is a product with one number per channel, and its backward pass is that of the product.
+rest is a product with one number per channel, and its backward pass is that of the product. Clipping in place (ReLU6) makes no
+copy of its input.
 
 Functions without a rule keep what they always keep; those that are not known to need it are listed in `not_lean`.
 """
@@ -85,14 +86,15 @@ class _Watcher(TorchFunctionMode):
             if out is not None:
                 return out
         kwargs = kwargs or {}
-        rule, is_norm = _RULES.get(func), func is F.batch_norm
+        rule, own = _RULES.get(func), _OWN.get(func)
         name = _inexact(func) if rule is None else None
-        needs_nothing = rule is None and name is None and not is_norm
+        needs_nothing = rule is None and name is None and own is None
         if needs_nothing or not torch.is_grad_enabled() or _hooks() != lean.around:
             return func(*args, **kwargs)  # in a checkpoint, or in hooks of the user's, what is kept is theirs
-        if is_norm:
-            out = _batch_norm(*args, **kwargs)
-            return func(*args, **kwargs) if out is None else out
+        if own is not None:
+            out = own(*args, **kwargs)
+            if out is not None or rule is None:
+                return func(*args, **kwargs) if out is None else out
         pack = partial(lean.count, name or "") if rule is None else rule(*args, **kwargs)
         if pack is None:
             return func(*args, **kwargs)
@@ -296,6 +298,38 @@ def _of_noise(kept: torch.Tensor, like: tuple[torch.Size, Any, torch.dtype], sca
     return _of_bits(kept, like, 1.0, 0.0).mul_(scale)
 
 
+# ---------------------------------------------------------------- clipping in place
+
+
+def _relu6_(input: Any, inplace: bool = False) -> Any:
+    return _hardtanh_(input, 0.0, 6.0, inplace)
+
+
+def _hardtanh_(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    """Clips in place, for which autograd would copy the input first; None for all else."""
+    pack = _hardtanh(input, min_val, max_val) if inplace and _trains(input) and not input.is_leaf else None
+    if pack is None or input._is_view():
+        return None
+    packed = pack(input)
+    return _Clipped.apply(input, packed[1], packed[2:], min_val, max_val) if packed[0] is _of_bits else None
+
+
+class _Clipped(torch.autograd.Function):
+    """Values between two bounds, in place; what is kept is whether each lay between them."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, kept: torch.Tensor, more: Any, low: float, high: float) -> torch.Tensor:
+        ctx.mark_dirty(input)
+        ctx.save_for_backward(kept)
+        ctx.more, ctx.bounds = more, (low, high)
+        return F.hardtanh_(input, low, high)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mask = _of_bits(*ctx.saved_tensors, *ctx.more)
+        return torch.ops.aten.hardtanh_backward(grad, mask, *ctx.bounds), None, None, None, None
+
+
 # ---------------------------------------------------------------- norms at rest
 
 
@@ -376,6 +410,13 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((F.max_pool3d, torch.max_pool3d), partial(_max_pool, 3)),
     **dict.fromkeys((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), _pool),
     **dict.fromkeys((F.dropout, torch.dropout), _dropout),
+}
+# Functions that have a version of our own, for some of their calls.
+_OWN: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: _batch_norm,
+    F.relu6: _relu6_,
+    F.hardtanh: _hardtanh_,
+    F.hardtanh_: partial(_hardtanh_, inplace=True),
 }
 # fmt: off
 # Functions for which PyTorch keeps what their gradients need and no more.
