@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roofline": {"types", "profile", "clock", "graph", "torch"},
     "survey": {"types", "profile", "batches", "graph", "measure", "roofline", "units", "apply", "torch", "rich"},
     "score": {"types", "apply", "batches", "torch", "numpy"},
-    "engine": {"types", "apply", "recorder", "torch", "numpy", "triton"},
+    "engine": {"types", "apply", "budget", "recorder", "torch", "numpy", "triton"},
     "undo": {"torch"},
     "runlog": {"torch"},
     "drift": {"types"},
@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "session": LEFT | {"torch"},
     "recipes": {"policy", "budget", "schedule", "score", "solve", "units", "measure", "roofline", "types"},
     "models": {"torch", "safetensors"},
-    "data": {"models", "torch", "sklearn"},
+    "data": {"models", "torch", "numpy", "sklearn"},
     "report": {"types", "runlog", "rich"},
     "demo": {"session", "recipes", "measure", "data", "models", "torch", "rich"},
     "cli": {"demo", "survey", "data", "models", "report", "torch", "rich", "typer"},  # and what `import pliant` offers
