@@ -46,7 +46,9 @@ def test_what_comes_back_is_what_went_in_and_never_more_than_the_limit(data: st.
             for place, name in enumerate(ids):
                 known.setdefault(name, [value[place] for value in given])
             assert features.bytes <= limit
-            assert features.bytes == sum(pool.numel() * pool.element_size() for chunk in features._chunks for pool in chunk)
+            assert features.bytes == sum(
+                pool.numel() * pool.element_size() for chunk in features._chunks for pool in chunk.pools
+            )
             for name in list(known):
                 if features.get([name], "cpu") is None:
                     del known[name]  # left out: may come again, with other values
@@ -86,8 +88,8 @@ def test_growing_moves_nothing() -> None:
     where: dict[int, int] = {}
     for start in range(0, 3000, 7):
         features.put(range(start, start + 7), (torch.arange(start, start + 7.0).unsqueeze(1).expand(-1, 5),))
-        for number, (pool,) in enumerate(features._chunks):
-            assert where.setdefault(number, pool.data_ptr()) == pool.data_ptr()
+        for number, chunk in enumerate(features._chunks):
+            assert where.setdefault(number, chunk.pools[0].data_ptr()) == chunk.pools[0].data_ptr()
     assert 3 <= len(where) <= 6
     order = torch.randperm(3000, generator=torch.Generator().manual_seed(1))
     (got,) = features.get(order, "cpu") or ()
@@ -181,7 +183,7 @@ def test_half_keeps_wide_floats_in_two_bytes(dtype: torch.dtype) -> None:
     (got,) = features.get(range(50), "cpu") or ()
     assert got.dtype == dtype
     if dtype in (torch.float32, torch.float64):
-        assert features._chunks[0][0].dtype == torch.bfloat16
+        assert features._chunks[0].pools[0].dtype == torch.bfloat16
         assert torch.all((got - value).abs() <= value.abs() * torch.finfo(torch.bfloat16).eps / 2)
     else:
         assert torch.equal(got, value)
