@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from pliant.graph import read
 from pliant.measure import origin
 from pliant.policy import Policy, plan
 from pliant.profile import Profile
-from pliant.types import Part, ProbeError, Selection, Unit
+from pliant.types import BudgetError, Part, ProbeError, Selection, Unit
 from pliant.update import Update
 
 Probe = Callable[[int], dict[Unit, float]]
@@ -94,16 +95,26 @@ class Choice:
         return under_way or self.policy.when.due(now, self._last, self.drift.amount)
 
     def is_off(self, now: Progress, correct: bool) -> bool:
-        """Whether the budget moved or, with `correct`, steps do not take what was asked."""
-        if self.selection is None or self._pending is not None or self._collected is not None:
+        """Whether the budget moved, a step took more bytes than it may or, with `correct`, steps do not take the seconds that
+        were asked."""
+        if self.selection is None or self._pending is not None:
+            return False
+        if self._is_over(now):
+            return True
+        if self._collected is not None:
             return False
         asked = self.asked_seconds(now) if correct else None
         return self._budget_moved(now) or (asked is not None and self.feedback.is_off(asked))
 
     def again(self, now: Progress) -> Selection | None:
-        """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked."""
+        """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked.
+
+        Where a step took more bytes than it may, another selection is tried; if there is none, that is an error.
+        """
         if self.selection is None:
             return None
+        if self._is_over(now):
+            return self._smaller(now)
         selection = self._known(now) or self._plan(replace(now, round=self.selection.round))
         asked = self.asked_seconds(now) if self.correct else None
         nearer = asked is None or self.feedback.is_nearer(selection.cost.seconds, asked)
@@ -112,14 +123,43 @@ class Choice:
         self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
         return None
 
+    def _smaller(self, now: Progress) -> Selection:
+        """A selection that is predicted to take less than the one in force, by as much as that took too much."""
+        if self.selection is None or self.profile is None:
+            raise RuntimeError("nothing is chosen yet.")
+        selection = self._plan(replace(now, round=self.selection.round))
+        if selection.units == self.selection.units:
+            asked, ran = self._asked_bytes(now) or 0.0, self.feedback.rounds[-1]
+            raise BudgetError(
+                f"memory={asked / 1e3:.10g} KB is below the floor of {math.ceil((ran.measured_bytes or 0) / 1e3)} KB: so much "
+                f"was measured in a step that trains the least there is ({', '.join(unit.name for unit in selection.units)}). "
+                f"Use memory>='{math.ceil((ran.measured_bytes or 0) / 1e3)}KB'."
+            )
+        return selection
+
+    def _is_over(self, now: Progress) -> bool:
+        asked = self._asked_bytes(now) if self.correct else None
+        return asked is not None and self.feedback.is_over(asked)
+
+    def _asked_bytes(self, now: Progress) -> float | None:
+        """The memory limit of a step as it is now."""
+        if self.profile is None or self.policy.budget.memory is None:
+            return None
+        return self.policy.budget.limits(self.profile.full, now)["bytes"]
+
+    def _within(self, now: Progress) -> float | None:
+        """The bytes to plan for."""
+        asked = self._asked_bytes(now)
+        return asked if asked is None or not self.correct else self.feedback.bytes_within(asked)
+
     def windows(self, now: Progress) -> list[list[str]] | None:
         """Parameters that a probe may look at together within the memory that a step may take; None where that has no limit.
 
         One that alone needs more is in no window: it could not be trained either.
         """
-        if self.profile is None or self.policy.budget.memory is None:
+        limit = self._within(now)
+        if self.profile is None or limit is None:
             return None
-        limit = self.policy.budget.limits(self.profile.full, now)["bytes"]
         if self.selection is not None:  # the optimizer's state stands meanwhile
             limit -= sum(charge.cost.bytes for charge in self.profile.due(self.selection.units) if charge.kind == "optimizer")
         idle = self.profile.without_optimizer
@@ -154,6 +194,10 @@ class Choice:
         share = not isinstance(given(now) if callable(given) else given, str)
         self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share, pause=pause)
 
+    def wants_bytes(self, batch: int) -> bool:
+        """Whether a step with a batch of so many elements should have its bytes measured."""
+        return self.correct and self.feedback.wants_bytes(batch)
+
     @property
     def out_of_reach(self) -> str | None:
         """Why steps cannot come nearer to what was asked, if they cannot."""
@@ -179,7 +223,9 @@ class Choice:
             self._last, self.drift = now, Drift()
         self.selection, self._pending = selection, None
         asked, predicted, full = selection.asked.get("seconds"), selection.cost.seconds, selection.full.seconds
-        self.feedback.begin(Round(selection.round, selection.step, asked, predicted, full))
+        now_on = Round(selection.round, selection.step, asked, predicted, full)
+        now_on.asked_bytes, now_on.predicted_bytes = selection.asked.get("bytes"), selection.cost.bytes
+        self.feedback.begin(now_on)
 
     def ask_again(self) -> None:
         """Probe with the next batch, whatever the schedule says."""
@@ -192,8 +238,12 @@ class Choice:
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
             self._pending = plan(policy, profile, self._values, then)
-            if self.correct and budget.time is not None:
-                self._pending = plan(policy, profile, self._values, then, 1 / self.feedback.ratio)
+            if self.correct and (budget.time is not None or budget.memory is not None):
+                asked = budget.limits(profile.full, then).get("bytes")
+                within = self.feedback.bytes_within(asked) if asked is not None and engine == self._engine else None
+                self._pending = plan(policy, profile, self._values, then, 1 / self.feedback.ratio, within)
+        if engine != self._engine:
+            self.feedback.forget_bytes()
         self.policy, self.profile, self._engine = policy, profile, engine
         self._plans = []
         self.feedback.forget()
@@ -213,7 +263,7 @@ class Choice:
         if self.feedback.rounds:
             asked = self.asked_seconds(now)
             correction = self.feedback.correction(asked) if asked is not None and self.correct else 1.0
-        selection = plan(self.policy, self.profile, self._values, now, correction)
+        selection = plan(self.policy, self.profile, self._values, now, correction, self._within(now))
         self._remember(selection)
         return selection
 
@@ -230,9 +280,11 @@ class Choice:
         if asked is None or self.profile is None or not self.correct:
             return None
         limits = self.policy.budget.limits(self.profile.full, now)
-        aim = asked * self.feedback.correction(asked)
+        aim, within = asked * self.feedback.correction(asked), self._within(now)
         for known in sorted(self._plans, key=lambda known: -known.cost.seconds):
             limit, cost = known.limit["seconds"], known.cost.seconds
+            if within is not None and known.cost.bytes > within:
+                continue
             if known.asked == limits and cost <= aim and (aim <= limit or cost >= (1 - WITHIN) * aim):
                 return replace(known, step=now.step, limit={**known.limit, "seconds": aim})
         return None

@@ -170,12 +170,13 @@ class Laps:
         """The lap that runs does not count."""
         self._begun = None
 
-    def end(self) -> Callable[[], float]:
-        """The lap counts; what comes back reads its seconds."""
+    def end(self, counts: bool = True) -> Callable[[], float]:
+        """The lap is over, and counts or not; what comes back reads its seconds."""
         span = self._begun, self.watch.mark()
         self._begun = None
-        self._last.append(span)
-        self._untaken.append(span)
+        if counts:
+            self._last.append(span)
+            self._untaken.append(span)
         return partial(self.seconds, span)
 
     def seconds(self, span: tuple[Any, Any]) -> float:

@@ -10,12 +10,16 @@ from typing import Any
 WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
 _PAY_BACK = 10  # steps within which seconds that were saved or overspent are made up for, if a correction may come by then
 _LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
+_FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
 
 
 @dataclass
 class Round:
-    """How one selection ran: seconds per step that were asked (None: no limit), predicted and measured."""
+    """How one selection ran: seconds per step that were asked (None: no limit), predicted and measured; and bytes.
+
+    `batch` is the number of elements of the largest batch whose step's bytes were measured.
+    """
 
     number: int
     step: int
@@ -24,6 +28,10 @@ class Round:
     full: float
     seconds: float = 0.0
     steps: int = 0
+    asked_bytes: float | None = None
+    predicted_bytes: int = 0
+    measured_bytes: int | None = None
+    batch: int = 0
 
     @property
     def measured(self) -> float | None:
@@ -37,7 +45,12 @@ class Round:
             return f"{seconds / self.full:.3f}" if self.full else f"{seconds * 1e3:.3g} ms"
 
         told = f"asked {share(self.asked)}, predicted {share(self.predicted)}, measured {share(self.measured)}"
-        return f"round {self.number} from step {self.step}: {told} of a full step, {self.steps} steps"
+        line = f"round {self.number} from step {self.step}: {told} of a full step, {self.steps} steps"
+        if self.asked_bytes is None:
+            return line
+        sizes = (self.asked_bytes, self.predicted_bytes, self.measured_bytes)
+        asked, predicted, measured = ("–" if size is None else f"{size / 1e6:.4g} MB" for size in sizes)
+        return f"{line}; memory: asked {asked}, predicted {predicted}, measured {measured}"
 
 
 @dataclass
@@ -49,6 +62,7 @@ class Feedback:
     recent: float | None = None  # seconds of a step, of late
     horizon: float = _PAY_BACK  # steps within which the debt is to be paid back
     rounds: list[Round] = field(default_factory=list)
+    peaks: list[tuple[int, int]] = field(default_factory=list)  # bytes of steps, predicted and measured: the last two
 
     def begin(self, round: Round) -> None:
         """Another selection is in force."""
@@ -99,6 +113,43 @@ class Feedback:
         since = self.rounds[-1].steps if self.rounds else 0  # a correction had its chance
         return since > _PAY_BACK and self.recent is not None and self.recent < asked and self.target(asked) >= _MOST * asked
 
+    # ------------------------------------------------------------ bytes
+
+    def wants_bytes(self, batch: int) -> bool:
+        """Whether the next step's bytes should be measured: the first of a selection, and of a larger batch than before."""
+        return bool(self.rounds) and self.rounds[-1].asked_bytes is not None and self.rounds[-1].batch < batch
+
+    def see_bytes(self, measured: int, batch: int) -> None:
+        """The peak of a step of the selection in force, with a batch of so many elements."""
+        now = self.rounds[-1]
+        now.batch = batch
+        if now.measured_bytes is None or measured > now.measured_bytes:
+            now.measured_bytes = measured
+            earlier = [peak for peak in self.peaks if peak[0] != now.predicted_bytes]
+            self.peaks = [*earlier, (now.predicted_bytes, measured)][-2:]
+
+    def is_over(self, asked: float) -> bool:
+        """Whether a step of the selection in force took more bytes than this."""
+        measured = self.rounds[-1].measured_bytes if self.rounds else None
+        return measured is not None and measured > asked
+
+    def bytes_within(self, asked: float) -> float:
+        """The bytes to plan for, so that no more than was asked are measured: on the line through the last two peaks."""
+        predicted, measured = self.peaks[-1] if self.peaks else (0, 0)
+        if measured <= 0:
+            return asked
+        ratio = slope = measured / predicted if predicted > 0 else 1.0
+        if len(self.peaks) == 2:
+            before = self.peaks[0]
+            slope = min(max((before[1] - measured) / (before[0] - predicted), _FLATTEST * ratio), ratio)
+        return min(asked, predicted + (asked - measured) / slope)
+
+    def forget_bytes(self) -> None:
+        """Another engine: what the old one took says nothing."""
+        self.peaks = []
+
+    # ------------------------------------------------------------ the run
+
     def forget(self) -> None:
         """Another budget: nothing is owed from the old one."""
         self.debt = 0.0
@@ -115,4 +166,5 @@ class Feedback:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Feedback:
         rounds = [Round(**{f.name: saved[f.name] for f in fields(Round)}) for saved in state["rounds"]]
-        return cls(state["ratio"], state["debt"], state["recent"], state["horizon"], rounds)
+        peaks = [(predicted, measured) for predicted, measured in state["peaks"]]
+        return cls(state["ratio"], state["debt"], state["recent"], state["horizon"], rounds, peaks)

@@ -162,6 +162,15 @@ def kept_bytes(model: nn.Module, loss: Loss, batch: Any, *, around: Around = nul
         return live.bytes - storage(value)[1]
 
 
+def inference_bytes(model: nn.Module, loss: Loss, batch: Any) -> int:
+    """Peak live bytes of the forward pass without gradients, as the model is now. Leaves no trace."""
+    live = Live(next(model.parameters()).device)
+    with sandbox(model), live, torch.no_grad():
+        live.forget()
+        loss(model, batch)
+        return live.peak
+
+
 def peak_bytes(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

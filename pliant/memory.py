@@ -99,3 +99,41 @@ class Live(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         if self._refs.pop(key, None) is not None:
             self._bytes -= size
+
+
+class StepPeak:
+    """The peak of one optimizer step beyond that of inference, with the optimizer's state as it stands from then on.
+
+    The parts of a step run inside of it, as many as there are. `before` are the bytes of gradients and of state that stand at
+    its start, `state()` those of state that stand when it is asked.
+    """
+
+    def __init__(self, device: torch.device, inference: int, before: int, state: Callable[[], int]) -> None:
+        self._inference, self._before, self._state = inference, before, state
+        self._had, self._passes = state(), 0
+        self._live = Live(device)
+        self._live.forget()
+
+    def __enter__(self) -> StepPeak:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._live.__exit__(*error)
+
+    def updating(self) -> None:
+        """The passes are over; the update comes."""
+        self._passes = self._live.peak
+        self._live.forget()
+
+    @property
+    def bytes(self) -> int | None:
+        """What the step took: its passes beside all of the state, its update beside what there was before it.
+
+        None where it cannot be told: the first state was made, and nobody said when the passes were over.
+        """
+        state = self._state()
+        if not self._passes and state != self._had:
+            return None
+        grown = max(state - self._had, 0)
+        return max(self._passes + grown, self._live.peak) + self._before - self._inference

@@ -22,7 +22,8 @@ class Policy:
     `units` turns a graph into units (`units.layers()`), `signal` says what each is worth (`score.update_gain()`), `cost`
     measures (`measure.timed`), `solver` decides (`solve.knapsack()`), `when` says how often (`schedule.every(steps=100)`).
     `always` names units that are chosen in any case; `head` adds the module nearest the loss. `state` is what becomes of
-    the optimizer state of what leaves. Change one word with `dataclasses.replace` and you have an ablation.
+    the optimizer state of what leaves; where memory is limited it is dropped. Change one word with `dataclasses.replace` and
+    you have an ablation.
     """
 
     units: Callable[..., tuple[Unit, ...]]
@@ -48,12 +49,14 @@ def plan(
     values: Mapping[Unit, float],
     progress: Progress | None = None,
     correction: float | None = None,
+    within: float | None = None,
 ) -> Selection:
     """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
 
     A value that is not a number says nothing for its unit; the unit is then chosen only if it always is. A budget below the
     floor is an error. With a `correction`, seconds are planned for that many times what was asked, or for the floor where that
-    is more: steps that ran slower or faster than predicted are not the user's mistake.
+    is more: steps that ran slower or faster than predicted are not the user's mistake. `within` are the bytes to plan for in
+    place of those asked, or the floor where that is more, as long as it is within what was asked.
     """
     progress = progress if progress is not None else Progress()
     units = tuple(values)
@@ -80,6 +83,8 @@ def plan(
     floor, what = _floor(problem_within(limit), profile, units)
     if correction is not None and "seconds" in limit:
         limit["seconds"] = max(limit["seconds"] * correction, floor.seconds)
+    if within is not None and "bytes" in limit:
+        limit["bytes"] = min(limit["bytes"], max(within, floor.bytes))
     _check_floor(floor, what, profile.base, limit, full)
     problem = problem_within(limit)
     chosen = policy.solver(problem)

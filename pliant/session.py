@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -23,7 +24,8 @@ from pliant.drift import Drift
 from pliant.engine import ENGINES, Engine, pick
 from pliant.feedback import Feedback, Round
 from pliant.graph import compute_loss, trainable
-from pliant.memory import resident
+from pliant.measure import inference_bytes
+from pliant.memory import StepPeak, resident, storage
 from pliant.policy import Policy
 from pliant.profile import Profile
 from pliant.runlog import RunLog
@@ -79,8 +81,8 @@ class Session:
     ) -> None:
         """`profile` is a saved measurement to use instead of measuring; `undo` keeps what `delta` and `rollback` need.
 
-        `correct` plans again within a round where measured steps miss the time that was asked. What is chosen then hangs
-        on measured times; without it, on the profile and the seed alone.
+        `correct` plans again within a round where measured steps miss the time that was asked or take more memory. What is
+        chosen then hangs on measurements; without it, on the profile and the seed alone.
         """
         if not isinstance(policy, Policy):
             raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
@@ -106,12 +108,15 @@ class Session:
         self._found = found(model)
         self._norms = Norms(model, norm)
         self._undo = Undo(model, optimizer) if undo else None
-        self._laps = Laps(Watch(next(iter(self._params.values())).device))
+        self._device = next(iter(self._params.values())).device
+        self._laps = Laps(Watch(self._device))
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
         self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct, engine=self.engine)
         self._step = self._micro = 0
         self._log = RunLog(log)
         self._pace = Pace()
+        self._peak: StepPeak | None = None  # of the step that runs, where it is measured
+        self._elements = 0  # of its batch
         self._told = ""  # the last reason why a budget is out of reach
         self._closed = False
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
@@ -228,22 +233,33 @@ class Session:
             self._norms.hold_(self._params, self.selection.params)
         self._ours = True
         try:
-            with self._engine.forward() as inside:
-                value = compute_loss(self.model, self.loss, batch)
-            self._engine.after(inside)
-            self.update.backward(value)
-            value = value.detach()
-            self._micro = (self._micro + 1) % self.update.accumulate
             if self._micro == 0:
-                with self._engine.stepping(self._optimizer):
-                    self.update.step(self._optimizer)
+                self._peak = self._measuring(batch)
+            with self._peak or nullcontext():
+                value = self._run(batch)
+            if self._micro == 0:
                 self._count_step(value)
         except BaseException:
+            self._peak = None
             if self._micro == 0:
                 self._laps.drop()  # a step that failed does not count
             raise
         finally:
             self._ours = False
+        return value
+
+    def _run(self, batch: Any) -> torch.Tensor:
+        with self._engine.forward() as inside:
+            value = compute_loss(self.model, self.loss, batch)
+        self._engine.after(inside)
+        self.update.backward(value)
+        value = value.detach()
+        self._micro = (self._micro + 1) % self.update.accumulate
+        if self._micro == 0:
+            if self._peak is not None:
+                self._peak.updating()
+            with self._engine.stepping(self._optimizer):
+                self.update.step(self._optimizer)
         return value
 
     def before_step(self, batch: Any) -> None:
@@ -255,6 +271,8 @@ class Session:
                 "a GradScaler unscales before slices stand in for their parameters: take such steps with session.step."
             )
         self._engine.hang_on(self.model, self._optimizer)
+        if self._device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
+            self._peak = self._measuring(batch)
 
     def _begin_step(self, batch: Any) -> None:
         self._check_open()
@@ -327,10 +345,45 @@ class Session:
         if news is not None:
             self._note(news)
         self._step += 1
-        self._log.step(self._step, self._round, value, self._laps.end())
+        self._log.step(self._step, self._round, value, self._laps.end(counts=self._peak is None))
+        self._look_at_bytes()
         if self.policy.when.watches and self._step % Drift.every == 0:
             holders: dict[str, torch.Tensor] = {**self._params, **self._engine.leaves()}
             self._choice.drift.see(score.watch(holders, self.selection.units))
+
+    # ------------------------------------------------------------ bytes
+
+    def _measuring(self, batch: Any) -> StepPeak | None:
+        """What follows the bytes of the step that comes, if that is due: the first of a selection whose memory is limited, and
+        of a larger batch."""
+        if self.budget.memory is None:
+            return None
+        self._elements = sum(tensor.numel() for tensor in batches.tensors(batch))
+        if not self._choice.wants_bytes(self._elements):
+            return None
+        with self._pace.not_training("choosing"):
+            try:
+                alone = inference_bytes(self.model, self.loss, batch)
+            except RuntimeError:  # a loss that needs gradients
+                alone = max(self.profile.moments)
+        before = self._state_bytes() + sum(storage(p.grad)[1] for p in self._params.values() if p.grad is not None)
+        self._laps.begin()
+        return StepPeak(self._device, alone, before, self._state_bytes)
+
+    def _state_bytes(self) -> int:
+        held = [*self._optimizer.state.values()]
+        if self._engine.slices is not None:
+            held += [saved["state"] for saved in self._engine.slices.state_dict().values()]
+        return sum(storage(t)[1] for state in held for t in state.values() if isinstance(t, torch.Tensor))
+
+    def _look_at_bytes(self) -> None:
+        """Let the closed loop see the bytes of a step that was measured."""
+        measured, self._peak = self._peak.bytes if self._peak is not None else None, None
+        if measured is not None:
+            self._choice.feedback.see_bytes(measured, self._elements)
+            now = self._choice.feedback.rounds[-1]
+            amounts = {"asked": now.asked_bytes, "predicted": now.predicted_bytes, "measured": measured}
+            self._log.write("memory", step=self._step, round=self._round, **amounts)
 
     # ------------------------------------------------------------ choosing
 
@@ -376,7 +429,7 @@ class Session:
         self._engine.check(selection.parts, self._optimizer)
         if self._undo is not None:
             self._undo.keep({name: self._params[name] for name in selection.params})
-            if self.policy.state == "drop":
+            if self._state_rule == "drop":
                 self._undo.keep_dropped({n: p for n, p in self._params.items() if n not in selection.params})
         self._log.flush()
         self._look_at_steps()
@@ -389,7 +442,12 @@ class Session:
 
     def _apply_(self, selection: Selection) -> None:
         sliced = self._engine.choose_(selection.parts, self._params, self._optimizer)
-        apply_(self._params, self._optimizer, selection.params - sliced, self.policy.state)
+        apply_(self._params, self._optimizer, selection.params - sliced, self._state_rule)
+
+    @property
+    def _state_rule(self) -> Literal["keep", "drop"]:
+        """What becomes of the optimizer state of what leaves: where memory is limited there is no room for it."""
+        return "drop" if self.budget.memory is not None else self.policy.state
 
     def _log_start(self) -> None:
         self._log.write(
@@ -497,7 +555,7 @@ class Session:
         self._undoable().rollback_(self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         self._engine.forget()
-        self._micro = 0
+        self._micro, self._peak = 0, None
         self._laps.drop()
         self._note("rolled back to the start")
 

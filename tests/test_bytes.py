@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zoo import sgd
 
-from pliant import measure
+from pliant import Budget, BudgetError, Policy, Profile, Session, measure, schedule, score, solve, units
 from pliant.apply import Norms, apply_
 from pliant.engine import ENGINES
+from pliant.feedback import Feedback, Round
 from pliant.graph import read, trainable
-from pliant.types import Part, Unit
+from pliant.memory import Live
+from pliant.runlog import read as read_log
+from pliant.types import Cost, Part, Unit
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -135,3 +142,261 @@ def test_a_loss_that_differentiates_is_read() -> None:
     graph = read(model, with_penalty, data())
     assert {name for node in graph.nodes for name in node.params} == {"1.weight", "1.bias", "3.weight", "3.bias"}
     assert max(graph.inference) > 0
+
+
+# ---------------------------------------------------------------- the closed loop
+
+
+def chain() -> nn.Module:
+    """Many layers whose weights outweigh their activations: selections of almost any number of bytes."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Dropout(0.1), nn.Tanh())]
+    return nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), *layers, nn.Linear(64, 5))
+
+
+def few(size: int = 16) -> Batch:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(size, 8, generator=draw), torch.randint(0, 5, (size,), generator=draw)
+
+
+def policy(memory: Any) -> Policy:
+    words = units.layers(), score.grad_norm(), measure.counted, solve.milp(), schedule.every(steps=40)
+    return Policy(*words, Budget(memory=memory))
+
+
+def too_low(model: nn.Module, share: float = 0.5, less: int = 0) -> Profile:
+    """A profile whose charges are a share of the true ones, and that misses some bytes in every step."""
+    profile = measure.counted(model, momentum(model), classify, few())
+    charges = [replace(c, cost=replace(c.cost, bytes=int(c.cost.bytes * share))) for c in profile.charges]
+    return replace(profile, charges=tuple(charges), base=replace(profile.base, bytes=-less))
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def open_session(memory: Any = "200KB", profile: dict[str, Any] | None = None, **more: Any) -> Session:
+    model = chain()
+    how: dict[str, Any] = {"undo": False, "profile": too_low(model, **(profile or {})), **more}
+    return Session(model, momentum(model), classify, policy(memory), **how)
+
+
+def peak_of(session: Session, batch: Batch) -> int:
+    """Bytes that a real step of a session takes beyond inference, as seen from outside."""
+    alone = measure.inference_bytes(session.model, session.loss, batch)
+    state = sum(t.nbytes for held in session.optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor))
+    with Live(torch.device("cpu")) as live:
+        session.step(batch)
+    return live.peak + state - alone
+
+
+@pytest.mark.parametrize("low", [{"share": 0.5}, {"share": 0.8}, {"share": 1.0, "less": 40_000}, {"share": 1.0}])
+@pytest.mark.parametrize("memory", ["100KB", "200KB", "300KB"])
+def test_a_limit_is_kept_though_bytes_are_predicted_too_low(memory: str, low: dict[str, Any]) -> None:
+    limit = Budget(memory=memory).limits(Cost(bytes=1))["bytes"]
+    with open_session(memory, low) as session:
+        for _ in range(8):
+            session.step(few())
+        assert peak_of(session, few()) <= limit
+        assert session.selection.asked["bytes"] == limit >= session.selection.limit["bytes"]
+        ran = session.rounds
+        assert all(r.asked_bytes == limit and r.measured_bytes is not None for r in ran)
+        assert [r.measured_bytes > limit for r in ran if r.measured_bytes] == [True] * (len(ran) - 1) + [False]
+        assert len(ran) <= 5
+        if low["share"] == 0.5:
+            assert len(ran) > 1, "nothing had to be corrected"
+        if low == {"share": 1.0}:
+            assert len(ran) == 1, "nothing was to be corrected"
+        assert (ran[-1].measured_bytes or 0) > 0.6 * limit, "there was room for more"
+
+
+def test_what_a_session_measures_is_what_is_seen_from_outside() -> None:
+    with open_session() as session:
+        for _ in range(8):
+            session.step(few())
+        measured = session.rounds[-1].measured_bytes
+        assert measured == pytest.approx(peak_of(session, few()), abs=4096)
+
+
+def test_without_correcting_the_profile_is_believed() -> None:
+    with open_session(correct=False) as session:
+        for _ in range(4):
+            session.step(few())
+        assert len(session.rounds) == 1
+        assert session.rounds[0].measured_bytes is None
+        assert peak_of(session, few()) > 200e3
+
+
+def test_a_limit_that_nothing_keeps_is_refused_with_the_measured_floor() -> None:
+    with open_session("1KB", {"share": 0.2}) as session:
+        with pytest.raises(BudgetError, match=r"memory=1 KB is below the floor of \d+ KB: so much was measured") as refused:
+            for _ in range(9):
+                session.step(few())
+        assert session.progress.step >= 1
+        with pytest.raises(BudgetError):  # and again, until the budget is another
+            session.step(few())
+        session.budget = Budget(memory=str(refused.value).rpartition(">=")[2].strip("'."))
+        for _ in range(6):
+            session.step(few())
+        assert peak_of(session, few()) <= session.selection.asked["bytes"]
+
+
+def test_one_step_of_a_selection_is_measured_and_no_step_that_is_measured_counts_as_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("pliant.session.inference_bytes", lambda *how: seen.append(1) or measure.inference_bytes(*how))
+    with open_session() as session:
+        for _ in range(10):
+            session.step(few())
+        corrected = len(session.rounds)
+        assert corrected > 1
+        assert len(seen) == corrected
+        assert sum(r.steps for r in session.rounds) == 10 - corrected
+        session.step(few(size=2))
+        assert len(seen) == corrected, "a smaller batch takes no more"
+        session.step(few(size=24))
+        assert len(seen) == corrected + 1, "a larger one may"
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 6])
+def test_a_resumed_session_goes_on_with_what_was_measured(stop: int, tmp_path: Path) -> None:
+    whole, told = [], []
+    with open_session() as session:
+        for k in range(8):
+            whole.append(float(session.step(few())))
+            if k + 1 == stop:
+                session.save(tmp_path / "at")
+        told.append([(r.predicted_bytes, r.measured_bytes) for r in session.rounds])
+    with open_session() as session:
+        session.load(tmp_path / "at")
+        rest = [float(session.step(few())) for _ in range(8 - stop)]
+        told.append([(r.predicted_bytes, r.measured_bytes) for r in session.rounds])
+    assert rest == whole[stop:]
+    assert told[0] == told[1]
+
+
+def test_steps_are_the_same_whether_or_not_they_are_measured() -> None:
+    """Measured or not, the same numbers: batch norms and random states see nothing of it."""
+    losses = []
+    for correct in (True, False):
+        with open_session("300KB", {"share": 1.0}, correct=correct) as session:
+            losses.append([float(session.step(few())) for _ in range(4)])
+            assert (session.rounds[0].measured_bytes is not None) == correct
+    assert losses[0] == losses[1]
+
+
+def test_batches_of_one_step_are_measured_together() -> None:
+    model = chain()
+    with Session(model, momentum(model), classify, policy("300KB"), accumulate=2, undo=False) as session:
+        for _ in range(4):
+            session.step(few())
+        measured, predicted = session.rounds[-1].measured_bytes, session.rounds[-1].predicted_bytes
+        assert measured == pytest.approx(predicted, rel=0.1)
+
+
+def test_a_step_that_fails_is_not_measured_and_the_next_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_session("300KB", {"share": 1.0}) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(session.update), "backward", fail)
+            with pytest.raises(RuntimeError, match="out of luck"):
+                session.step(few())
+        assert _get_current_dispatch_mode() is None
+        assert session.rounds[-1].measured_bytes is None
+        session.step(few())
+        assert session.rounds[-1].measured_bytes == pytest.approx(session.rounds[-1].predicted_bytes, rel=0.1)
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("out of luck")
+
+
+def test_a_loss_that_needs_gradients_is_measured_against_the_profiles_inference() -> None:
+    def steep(model: nn.Module, batch: Batch) -> torch.Tensor:
+        value = classify(model, batch)
+        if not value.requires_grad:
+            fail()
+        return value
+
+    model = chain()
+    profile = measure.counted(model, momentum(model), classify, few())
+    with Session(model, momentum(model), steep, policy("300KB"), profile=profile, undo=False) as session:
+        session.step(few())
+        assert session.rounds[-1].measured_bytes == pytest.approx(session.rounds[-1].predicted_bytes, rel=0.1)
+
+
+def test_the_log_tells_what_was_measured(tmp_path: Path) -> None:
+    with open_session(log=tmp_path / "log") as session:
+        for _ in range(6):
+            session.step(few())
+        ran = session.rounds
+    told = [line for line in read_log(tmp_path / "log") if line["event"] == "memory"]
+    assert [(t["asked"], t["predicted"], t["measured"]) for t in told] == [
+        (r.asked_bytes, r.predicted_bytes, r.measured_bytes) for r in ran
+    ]
+
+
+def test_in_the_callers_own_loop_nothing_is_followed_on_the_cpu() -> None:
+    with open_session() as session:
+        for _ in range(3):
+            session.before_step(few())
+            assert _get_current_dispatch_mode() is None
+            session.optimizer.zero_grad()
+            classify(session.model, few()).backward()
+            session.optimizer.step()
+        assert session.rounds[-1].measured_bytes is None
+
+
+def test_state_of_what_leaves_is_dropped_where_memory_is_limited() -> None:
+    with open_session() as session:
+        for _ in range(8):
+            session.step(few())
+        assert len(session.rounds) > 1
+        chosen = {id(session.model.get_parameter(name)) for name in session.selection.params}
+        assert {id(param) for param in session.optimizer.state} <= chosen
+
+
+def bytes_of(*peaks: tuple[int, int]) -> Feedback:
+    feedback = Feedback()
+    for predicted, measured in peaks:
+        feedback.begin(Round(0, 0, None, 0.0, 0.0, asked_bytes=100.0, predicted_bytes=predicted))
+        feedback.see_bytes(measured, 1)
+    return feedback
+
+
+@pytest.mark.parametrize(
+    ("peaks", "within"),
+    [
+        ([], 100.0),
+        ([(90, 95)], 90 * 100 / 95),
+        ([(90, 80)], 100.0),  # never more than was asked
+        ([(100, 200)], 50.0),
+        ([(100, 150), (66, 116)], 50.0),  # so many too many in any case
+        ([(100, 200), (60, 120)], 50.0),  # twice as many in any case
+        ([(100, 200), (60, 199)], 60 - 99 / (0.5 * 199 / 60)),  # no line is so flat
+        ([(100, 110), (80, 120)], 80 - 20 / (0.5 * 1.5)),
+        ([(100, 0)], 100.0),
+        ([(0, 130)], -30.0),
+    ],
+)
+def test_what_to_plan_for_lies_on_the_line_through_the_last_two_peaks(peaks: list[tuple[int, int]], within: float) -> None:
+    assert bytes_of(*peaks).bytes_within(100.0) == pytest.approx(within)
+    assert Feedback.of(json.loads(json.dumps(bytes_of(*peaks).state()))) == bytes_of(*peaks)
+
+
+@pytest.mark.parametrize("fixed", [0, 30, 60])
+@pytest.mark.parametrize("times", [1.0, 1.4, 2.5])
+def test_a_few_corrections_do(fixed: int, times: float) -> None:
+    feedback, limit, tries = Feedback(), 100.0, 0
+    while not feedback.rounds or feedback.is_over(100.0):
+        predicted = int(limit)
+        feedback.begin(Round(0, 0, None, 0.0, 0.0, asked_bytes=100.0, predicted_bytes=predicted))
+        feedback.see_bytes(int(fixed + times * predicted), 1)
+        limit, tries = feedback.bytes_within(100.0), tries + 1
+    assert tries <= 4
+    assert (feedback.rounds[-1].measured_bytes or 0) >= 90
+
+
+def test_a_round_tells_its_bytes() -> None:
+    told = str(Round(3, 7, None, 0.002, 0.0, asked_bytes=16e6, predicted_bytes=15_500_000))
+    assert told.endswith("memory: asked 16 MB, predicted 15.5 MB, measured –")

@@ -195,10 +195,12 @@ def test_where_the_next_choice_lies_too_far_the_log_says_so(start: Open, device:
 def test_where_corrections_must_wait_debts_are_paid_back_slowly(
     start: Open, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow_plan(policy: Policy, profile: Profile, values: Any, progress: Progress, correction: float | None) -> Selection:
+    def slow_plan(
+        policy: Policy, profile: Profile, values: Any, progress: Progress, correction: float | None, *within: float | None
+    ) -> Selection:
         if correction is not None:
             device.now += 0.1 * profile.full.seconds
-        return plan(policy, profile, values, progress, correction)
+        return plan(policy, profile, values, progress, correction, *within)
 
     monkeypatch.setattr("pliant.choice.plan", slow_plan)
     device.speed = 1.02
@@ -281,11 +283,13 @@ def test_corrections_take_little_of_the_run(start: Open, device: Device, monkeyp
     shares = []
     monkeypatch.setattr(Pace, "_in_any_case", 0)
 
-    def slow_plan(policy: Policy, profile: Profile, values: Any, progress: Progress, correction: float | None) -> Selection:
+    def slow_plan(
+        policy: Policy, profile: Profile, values: Any, progress: Progress, correction: float | None, *within: float | None
+    ) -> Selection:
         if correction is not None:
             device.now += 0.1 * profile.full.seconds
             shares.append((len(shares) + 1) * 0.1 * profile.full.seconds / device.now)
-        return plan(policy, profile, values, progress, correction)
+        return plan(policy, profile, values, progress, correction, *within)
 
     monkeypatch.setattr("pliant.choice.plan", slow_plan)
     with start(last(0.5)) as session:
