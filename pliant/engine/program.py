@@ -1,0 +1,388 @@
+"""Record the program of a forward pass: the torch functions that it calls, in order, and what each reads and makes.
+
+No tracing of Python: the forward pass runs as ever, and a `TorchFunctionMode` takes notes. What depends on the batch and on
+nothing that is chosen is *the part*: autograd itself says what is chosen. Tensors are known by weak references, so nothing
+lives longer for being noted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Number
+from types import EllipsisType, NoneType
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# fmt: off
+# What may be asked of a tensor without looking at its values. The second kind also tells how it lies in memory.
+_FORM = frozenset((
+    "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "device", "get_device", "is_cuda", "is_cpu",
+    "is_floating_point", "is_complex", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_mps", "is_xla",
+    "layout", "names", "requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "is_inference", "is_same_size",
+))
+_LAYOUT = frozenset((
+    "dtype", "stride", "is_contiguous", "storage_offset", "element_size", "itemsize", "nbytes", "is_signed", "_version",
+))
+# The shape of what these give hangs on values.
+_COUNTS = frozenset((
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount", "repeat_interleave",
+))
+# fmt: on
+_PLAIN = (Number, str, bytes, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_HERE = "a tensor"  # stands where one was
+
+unwatched = torch._C.DisableTorchFunction  # inside of it no function mode is called
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor as one call left it, or as the batch brought it. Changed in place, the same tensor is another value."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    first: int  # the value that this tensor was when it was made
+    in_part: bool = False
+    depends: bool = False  # on the batch
+    chosen: bool = False  # has to do with what is chosen
+    is_handed_on: bool = False  # is read outside of the part
+    readers: list[int] = field(default_factory=list)  # positions of calls; those that ask for the form only are none
+    maker: int = -1  # the position of the call that left it so
+    not_by_sample: str | None = None  # why it cannot be kept as one row for each sample
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a torch function. What it reads is a value's number, or ~ the number of a leaf."""
+
+    func: Any
+    kind: str  # "part", "constant" (what depends neither on the batch nor on what is chosen), "form", "layout" or "outside"
+    reads: tuple[int, ...]
+    plain: list[Any]  # its arguments without the tensors
+    makes: tuple[int, ...] = ()
+    same: tuple[int | None, ...] = ()  # for each tensor it makes: which one it was given, if it is that very one
+    changes: tuple[tuple[int, int], ...] = ()  # which of those it was given it changed in place, and to which value
+    form: Any = None  # the type of what its tensors come in; None: it gives one tensor, or nothing
+    holes: tuple[bool, ...] = ()  # where in it there is a tensor, and not None
+    answer: Any = None  # to what was asked of a tensor's form
+
+    def give(self, tensors: list[torch.Tensor]) -> Any:
+        """Tensors, as the call gives them."""
+        if self.form is None:
+            return tensors[0] if tensors else None
+        ones = iter(tensors)
+        return arranged(self.form, [next(ones) if is_one else None for is_one in self.holes])
+
+
+@dataclass(eq=False)
+class Program:
+    """What one forward pass called."""
+
+    calls: list[Call]
+    values: list[Value]
+    leaves: list[ref[torch.Tensor]]  # tensors that are neither the batch's nor made by a call: parameters, buffers
+    uncacheable: str | None  # why its results cannot be kept
+    is_blind: bool  # some of its tensors were made by what is no torch function
+    samples: int | None  # of its batch, where that was told
+    kept: frozenset[int]  # values of the part that live on after the forward pass
+
+    @property
+    def frontier(self) -> list[int]:
+        """What the part hands on."""
+        return [number for number, value in enumerate(self.values) if value.in_part and value.is_handed_on]
+
+
+def split(*given: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """The tensors among arguments, and what is left without them."""
+    tensors: list[torch.Tensor] = []
+    plain: list[Any] = []
+    _split(given, tensors, plain)
+    return tensors, plain
+
+
+def _split(given: Any, tensors: list[torch.Tensor], plain: list[Any]) -> None:
+    if isinstance(given, torch.Tensor):
+        tensors.append(given)
+        plain.append(_HERE)
+    elif isinstance(given, (tuple, list)):
+        plain.append(len(given))
+        for one in given:
+            _split(one, tensors, plain)
+    elif isinstance(given, dict):
+        plain.append(tuple(given))
+        for one in given.values():
+            _split(one, tensors, plain)
+    elif isinstance(given, slice):
+        _split((given.start, given.stop, given.step), tensors, plain)
+    else:
+        plain.append(given)
+
+
+def swap(given: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The same arguments with other tensors in them."""
+    if isinstance(given, torch.Tensor):
+        return next(tensors)
+    if isinstance(given, (tuple, list)):
+        return arranged(type(given), [swap(one, tensors) for one in given])
+    if isinstance(given, dict):
+        return {name: swap(one, tensors) for name, one in given.items()}
+    if isinstance(given, slice):
+        return slice(*[swap(one, tensors) for one in (given.start, given.stop, given.step)])
+    return given
+
+
+def arranged(form: Any, ones: list[Any]) -> Any:
+    """Several things in a list, a tuple, or a tuple with names."""
+    return form(*ones) if hasattr(form, "_fields") else form(ones)
+
+
+def version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
+
+
+def random_state() -> list[torch.Tensor]:
+    """Where torch's random numbers stand, on all devices in use."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_state(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+
+
+def _python_state() -> Any:
+    return random.getstate(), str(np.random.get_state(legacy=False))
+
+
+class Recorder(TorchFunctionMode):
+    """Takes notes of one forward pass.
+
+    `samples`: how many the batch has, where results shall be kept by sample. Then the part runs a second time beside the first,
+    on a batch in which the first half of the samples stands twice: what differs for a sample hangs on the others.
+    """
+
+    def __init__(self, batch: Sequence[torch.Tensor], samples: int | None) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.values: list[Value] = []
+        self.uncacheable: str | None = None if samples is not None else "no ids of samples were given"
+        self._samples = samples
+        self._known: Any = WeakTensorKeyDictionary()  # tensor → the number of its value, or ~ the number of its leaf
+        self._leaves: list[ref[torch.Tensor]] = []
+        self._live: list[tuple[ref[torch.Tensor], int]] = []  # tensors of the part, as they were made
+        self._unseen = any(type(tensor) is not torch.Tensor for tensor in batch)
+        self._doubts: dict[int, str] = {}  # constants that are not the same each time, and why
+        self._twins: Any = WeakTensorKeyDictionary()  # what each tensor of the part is in the second run
+        self._by_memory: dict[int, list[ref[torch.Tensor]]] = {}
+        self._stale: Any = WeakTensorKeyDictionary()  # tensors that changed because another one did
+        half = max(1, (samples or 0) // 2)
+        self._twice = torch.tensor([i % half for i in range(samples or 0)], dtype=torch.long)
+        for tensor in batch:
+            if tensor not in self._known:
+                self._known[tensor] = self._add(tensor, depends=True, chosen=tensor.requires_grad)
+                if samples is not None and tensor.dim() and len(tensor) == samples:
+                    self._twins[tensor] = tensor.detach()[self._twice.to(tensor.device)]
+        self._python = _python_state() if samples is not None else None
+
+    def program(self) -> Program:
+        """What was noted; ask for it when the forward pass is over."""
+        if self._python is not None and self._python != _python_state():
+            self._block("the forward pass draws random numbers in Python")
+        if any(leaf() is None for leaf in self._leaves):
+            self._unseen = True
+        if self._unseen:
+            self._block("a tensor comes from code that calls no torch function")
+        kept = frozenset(number for tensor, number in self._live if tensor() is not None)
+        return Program(self.calls, self.values, self._leaves, self.uncacheable, self._unseen, self._samples, kept)
+
+    def _block(self, why: str) -> None:
+        self.uncacheable = self.uncacheable or why
+
+    def _doubt(self, call: Call, why: str) -> None:
+        """What the call gives may not be the same each time: that matters in the part, and where the part uses it."""
+        if call.kind == "part":
+            return self._block(why)
+        self._doubts.update(dict.fromkeys((*call.makes, *[number for _, number in call.changes]), why))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with unwatched():
+            given, plain = split(args, kwargs)
+            reads = tuple([self._number(tensor) for tensor in given])
+            before = [version(tensor) for tensor in given]
+            checks = self.uncacheable is None
+            drawn = random_state() if checks else []
+            # A norm in training mode changes its statistics without saying so.
+            statistics = [tensor.clone() if "norm" in name_of(func) else None for tensor in given[1:]] if checks else []
+        out = func(*args, **kwargs)
+        with unwatched():
+            call = Call(func, "outside", reads, plain)
+            changed = [i for i, tensor in enumerate(given) if version(tensor) != before[i]]
+            for i, was in enumerate(statistics, 1):
+                if was is not None and i not in changed and not torch.equal(was, given[i]):
+                    changed.append(i)
+            self._note(call, given, changed, out)
+            if call.kind in ("part", "constant") and self.uncacheable is None:
+                if any(not torch.equal(a, b) for a, b in zip(drawn, random_state(), strict=False)):
+                    self._doubt(call, f"{name_of(func)} draws random numbers in the part")
+                for number in call.reads:
+                    if number in self._doubts:
+                        self._doubt(call, self._doubts[number])
+                if call.kind == "part" and self.uncacheable is None:
+                    self._run_twin(call, given, out, args, kwargs)
+        return out
+
+    # ------------------------------------------------------------ what a call did
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        number = self._known.get(tensor)
+        if number is None:
+            number = self._known[tensor] = ~len(self._leaves)
+            self._leaves.append(ref(tensor))
+            self._unseen |= tensor.grad_fn is not None or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        return int(number)
+
+    def _add(
+        self, tensor: torch.Tensor, first: int | None = None, in_part: bool = False, depends: bool = False, chosen: bool = False
+    ) -> int:
+        number = len(self.values)
+        stride = tensor.stride() if tensor.layout == torch.strided else ()
+        first_one = number if first is None else first
+        self.values.append(
+            Value(
+                tensor.shape,
+                stride,
+                tensor.dtype,
+                tensor.device,
+                first_one,
+                in_part,
+                depends,
+                chosen,
+                maker=len(self.calls) - 1,
+            )
+        )
+        if self.uncacheable is None and first is None and tensor.layout == torch.strided:
+            self._by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(ref(tensor))
+        return number
+
+    def _note(self, call: Call, given: list[torch.Tensor], changed: list[int], out: Any) -> None:
+        name, at, read = name_of(call.func), len(self.calls), [self.values[number] for number in call.reads if number >= 0]
+        self.calls.append(call)
+        made, _ = split(out)
+        if not made and not changed and (name in _FORM or name in _LAYOUT) and getattr(call.func, "__name__", "") != "__set__":
+            call.kind, call.answer = "form" if name in _FORM else "layout", out
+            return
+        if any(tensor in self._stale for tensor in given):
+            self._block("values are changed in place through views")
+        chosen = any(tensor.requires_grad for tensor in (*given, *made)) or any(value.chosen for value in read)
+        depends = any(value.depends for value in read)
+        if (made or changed) and not chosen:
+            call.kind = "part" if depends else "constant"
+        for value in read:
+            value.readers.append(at)
+        for number in call.reads:
+            if number >= 0 and self.values[number].in_part and call.kind != "part":
+                self.values[number].is_handed_on = True
+                if not made and not changed:
+                    self._block(f"{name} reads a value in the part")
+        self._note_made(call, given, changed, made, depends, chosen)
+        if call.kind != "outside":
+            self._check_form(call, name, given, out)
+
+    def _check_form(self, call: Call, name: str, given: list[torch.Tensor], out: Any) -> None:
+        """Whether the call could be left out, given what it takes and gives."""
+        opaque = next((one for one in call.plain if not isinstance(one, (*_PLAIN, tuple))), None)
+        if opaque is not None:
+            self._doubt(call, f"{name} takes a {type(opaque).__name__}, which may change unseen")
+        is_masked = name in ("__getitem__", "__setitem__") and any(t.dtype in (torch.bool, torch.uint8) for t in given[1:])
+        if call.kind == "part" and (name in _COUNTS or is_masked):
+            self._block(f"the shape of what {name} gives hangs on values")
+        if isinstance(out, (tuple, list)):
+            call.form, call.holes = type(out), tuple(isinstance(one, torch.Tensor) for one in out)
+        flat = out if isinstance(out, (tuple, list)) else (out,)
+        if call.kind == "part" and not all(one is None or isinstance(one, torch.Tensor) for one in flat):
+            self._block(f"{name} gives more than tensors")
+
+    def _note_made(
+        self, call: Call, given: list[torch.Tensor], changed: list[int], made: list[torch.Tensor], depends: bool, chosen: bool
+    ) -> None:
+        in_part = call.kind == "part"
+        changes: list[tuple[int, int]] = []
+        for i in changed:
+            tensor, number = given[i], call.reads[i]
+            self._check_change(call, tensor, number)
+            if number >= 0:
+                self._known[tensor] = self._add(tensor, self.values[number].first, in_part, depends, chosen)
+                changes.append((i, self._known[tensor]))
+        makes, same = [], []
+        for tensor in made:
+            place = next((i for i, one in enumerate(given) if one is tensor), None)
+            same.append(place)
+            if place is None:
+                self._known[tensor] = self._add(tensor, in_part=in_part, depends=depends, chosen=chosen)
+                if in_part:
+                    self._live.append((ref(tensor), self._known[tensor]))
+            makes.append(self._known[tensor])
+        call.makes, call.same, call.changes = tuple(makes), tuple(same), tuple(changes)
+
+    def _check_change(self, call: Call, tensor: torch.Tensor, number: int) -> None:
+        """Whether a tensor that was changed in place is one whose change may be left out."""
+        in_part = call.kind == "part"
+        if in_part and (number < 0 or not self.values[self.values[number].first].in_part):
+            self._block(f"{name_of(call.func)} writes to a tensor that was not made in the part")
+        if self.uncacheable is not None:
+            return
+        others = self._by_memory.get(tensor.untyped_storage().data_ptr(), []) if tensor.layout == torch.strided else []
+        for other in [found for found in (one() for one in others) if found is not None]:
+            if other is not tensor:
+                self._stale[other] = True
+            known = self._known.get(other)
+            if known is not None and known >= 0 and self.values[known].in_part and self.values[known].is_handed_on:
+                self._block("a value of the part is changed in place after it was used outside")
+
+    # ------------------------------------------------------------ whether samples mind each other
+
+    def _run_twin(self, call: Call, given: list[torch.Tensor], out: Any, args: Any, kwargs: Any) -> None:
+        twins = iter([self._twins.get(tensor, tensor) for tensor in given])
+        try:
+            with torch.no_grad():
+                other = call.func(*swap(args, twins), **swap(kwargs, twins))
+        except Exception as error:
+            return self._block(f"{name_of(call.func)} fails on other samples: {type(error).__name__}")
+        for tensor, twin, place in zip(split(out)[0], split(other)[0], call.same, strict=False):
+            if place is None:
+                self._twins[tensor] = twin
+        for number, tensor in (*zip(call.makes, split(out)[0], strict=True), *[(new, given[i]) for i, new in call.changes]):
+            twin = self._twins.get(tensor)
+            if number < 0 or twin is None:
+                continue
+            if not tensor.dim() or len(tensor) != self._samples:
+                self.values[number].not_by_sample = f"a value of shape {tuple(tensor.shape)} is not one row for each sample"
+            elif not _same(twin, tensor[self._twice.to(tensor.device)]):
+                self.values[number].not_by_sample = "rows of a sample depend on the other samples of its batch"
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    largest = other.abs().nan_to_num(0, 0, 0).amax().item() if other.numel() else 0.0
+    return torch.allclose(one.float(), other.float(), rtol=1e-3, atol=1e-3 * largest, equal_nan=True)

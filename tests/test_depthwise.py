@@ -1,0 +1,61 @@
+"""Gradients of depthwise convolutions are PyTorch's own, up to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pliant.engine import depthwise
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 3, 0), (1, 1, 0), (2, 2, 1)])
+@pytest.mark.parametrize("side", [(4, 4), (9, 12), (20, 17)])
+def test_gradients_are_the_same(side: tuple[int, int], kernel: int, stride: int, padding: int, bias: bool) -> None:
+    if min(side) + 2 * padding < kernel:
+        pytest.skip("the kernel is larger than the image")
+    torch.manual_seed(0)
+    input, weight = torch.randn(3, 4, *side, dtype=torch.float64), torch.randn(4, 1, kernel, kernel, dtype=torch.float64)
+    leaves = [leaf.requires_grad_() for leaf in (input, weight, torch.randn(4, dtype=torch.float64)) if bias or leaf.dim() > 1]
+    settings = (stride, stride), (padding, padding), (1, 1), 4
+    shift = leaves[2] if bias else None
+    outs = [call(input, weight, shift, *settings) for call in (torch.conv2d, depthwise.convolve)]
+    assert torch.equal(*outs)
+    grad = torch.randn_like(outs[0])
+    for one, other in zip(*(torch.autograd.grad(out, leaves, grad) for out in outs), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_differentiates_twice() -> None:
+    input, weight = torch.randn(2, 3, 5, 5, requires_grad=True), torch.randn(3, 1, 3, 3, requires_grad=True)
+    seconds = []
+    for call in (torch.conv2d, depthwise.convolve):
+        out = call(input, weight, None, (1, 1), (1, 1), (1, 1), 3)
+        (first,) = torch.autograd.grad(out.square().sum(), weight, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), (input, weight)))
+    for one, other in zip(*seconds, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-2)
+
+
+def test_serves_only_what_it_knows() -> None:
+    input, weight = torch.randn(2, 4, 5, 5), torch.randn(4, 1, 3, 3, requires_grad=True)
+
+    def serves(input: Any = input, weight: Any = weight, bias: Any = None, *, padding: Any = (1, 1), groups: int = 4) -> bool:
+        return depthwise.serves(input, weight, bias, (1, 1), padding, (1, 1), groups)
+
+    with patch.object(depthwise, "_SLOW_HERE", True):
+        assert serves()
+        assert not serves(weight=weight.detach())  # frozen, or a slice of it trains
+        assert not serves(bias=torch.randn(4))
+        assert not serves(input.double(), weight.double())
+        assert not serves(padding="same") and not serves(padding=(1, 0)) and not serves(padding=(3, 3))
+        assert not serves(torch.randn(2, 2, 5, 5), groups=2)
+        with torch.no_grad():
+            assert not serves()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not serves()
+    with patch.object(depthwise, "_SLOW_HERE", False):
+        assert not serves()

@@ -1,0 +1,636 @@
+"""What lies before the first chosen parameter runs as inference, or not at all: every step is still plain freezing's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from pliant.engine.features import Features
+from pliant.engine.lean import Lean
+from pliant.engine.prefix import Prefix
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+SAMPLES, SIZE = 6, 12  # of a batch; batches of an epoch are drawn from twice as many
+
+
+def conv_norm(inputs: int, outputs: int, groups: int = 1, bias: bool = False) -> nn.Sequential:
+    norm = nn.BatchNorm2d(outputs)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    nn.init.normal_(norm.bias)
+    assert norm.running_mean is not None and norm.running_var is not None
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2.0)
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, groups=groups, bias=bias), norm, nn.ReLU6(inplace=True))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = conv_norm(3, 8)
+        self.one, self.two, self.three = conv_norm(8, 8, groups=8), conv_norm(8, 8, bias=True), conv_norm(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = x + self.one(x)
+        x = x + self.two(x)
+        x = self.three(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Parallel(nn.Module):
+    """A frozen branch beside a trainable one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right, self.after = conv_norm(3, 8), conv_norm(8, 8), conv_norm(8, 8), conv_norm(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head(self.after(self.left(x) * self.right(x)).flatten(2).mean(2))
+
+
+class Text(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(11, 8), nn.Parameter(torch.randn(5, 8))
+        self.first = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
+        self.second = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        x = self.second(self.first(x))
+        return self.head(x.mean(1) if mask is None else (x * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True))
+
+
+class Shared(nn.Module):
+    """Functional, the same weight used thrice, and changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(6, 6) / 2), nn.Parameter(torch.randn(4, 6))
+        self.register_buffer("shift", torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)[:, :6] @ self.w
+        x += self.shift
+        x = torch.relu_(x)
+        x = F.linear(x, self.w.t()).mul_(0.5)
+        x[:, 0] = x[:, 1] + 1
+        return F.linear(F.linear(x, self.w), self.v)
+
+
+def image_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def twice_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y) + F.mse_loss(model(x * 0.5), model(x.flip(3)))
+
+
+def text_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"])
+
+
+def images(count: int) -> Any:
+    return torch.randn(count, 3, 8, 8), torch.randint(0, 4, (count,))
+
+
+def texts(count: int) -> Any:
+    return {
+        "ids": torch.randint(0, 11, (count, 5)),
+        "mask": (torch.arange(5) <= torch.randint(1, 5, (count, 1))).float(),
+        "labels": torch.randint(0, 4, (count,)),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    build: Callable[[], nn.Module]
+    chosen: tuple[str, ...]  # how the names of chosen parameters begin
+    loss: Loss = image_loss
+    data: Callable[[int], Any] = images
+
+
+CASES = [
+    Case("residual", Residual, ("three", "head")),
+    Case("residual_head", Residual, ("head",)),
+    Case("middle", Residual, ("one.0",)),
+    Case("parallel", Parallel, ("left", "head")),
+    Case("parallel_late", Parallel, ("after", "head")),
+    Case("twice", Residual, ("three", "head"), twice_loss),
+    Case("text", Text, ("second", "head"), text_loss, texts),
+    Case("shared", Shared, ("v",)),
+]
+
+
+def rows(data: Any, at: Sequence[int]) -> Any:
+    take = list(at)
+    return {k: v[take] for k, v in data.items()} if isinstance(data, dict) else tuple(v[take] for v in data)
+
+
+def choose_(model: nn.Module, chosen: Sequence[str]) -> None:
+    """Plain freezing, norms that are not chosen on their running statistics."""
+    model.train()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith(tuple(chosen)))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and not module.weight.requires_grad:
+            module.eval()
+
+
+class Trainer:
+    """SGD steps of one model, run plainly or by a prefix."""
+
+    def __init__(self, case: Case, model: nn.Module, prefix: Prefix | None = None) -> None:
+        self.case, self.model, self.prefix = case, model, prefix
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(self, batch: Any, ids: Sequence[int] | None = None) -> torch.Tensor:
+        self.optimizer.zero_grad()
+
+        def forward() -> torch.Tensor:
+            return self.case.loss(self.model, batch)
+
+        value = forward() if self.prefix is None else self.prefix.run(forward, batch, ids)
+        value.backward()
+        self.optimizer.step()
+        return value.detach()
+
+
+def pair(case: Case, features: Features | None = None) -> tuple[Trainer, Trainer, Any]:
+    torch.manual_seed(0)
+    model = case.build()
+    choose_(model, case.chosen)
+    data = case.data(SIZE)
+    twin = copy.deepcopy(model)
+    return Trainer(case, model), Trainer(case, twin, Prefix(twin, features)), data
+
+
+def both(plain: Trainer, ours: Trainer, batch: Any, ids: Sequence[int] | None = None) -> None:
+    """One step of each, which must be the same one."""
+    state = torch.get_rng_state()
+    expected = plain.step(batch)
+    torch.set_rng_state(state)
+    torch.testing.assert_close(ours.step(batch, ids), expected, rtol=1e-4, atol=1e-5)
+    for (name, one), other in zip(ours.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(
+                one.grad, other.grad, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+def epochs(data: Any, steps: int) -> Iterator[tuple[Any, list[int]]]:
+    """Batches of samples in a new order each time; the last of an epoch is smaller."""
+    order = random.Random(0)
+    while True:
+        ids = list(range(SIZE))
+        order.shuffle(ids)
+        for at in range(0, SIZE, 5):
+            steps -= 1
+            if steps < 0:
+                return
+            yield rows(data, ids[at : at + 5]), ids[at : at + 5]
+
+
+class Count(TorchDispatchMode):
+    """Counts what really runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = self.products = self.norms = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        self.convolutions += "convolution" in name and "backward" not in name
+        self.products += name.startswith(("aten::mm", "aten::addmm", "aten::bmm"))
+        self.norms += "batch_norm" in name and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------- the same steps
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_steps_as_inference_are_plain_freezings(case: Case) -> None:
+    plain, ours, data = pair(case)
+    for batch, _ in epochs(data, 20):
+        both(plain, ours, batch)
+    assert ours.prefix is not None and not ours.prefix.reasons
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_steps_with_a_cache_are_plain_freezings(case: Case) -> None:
+    features = Features("10MB")
+    plain, ours, data = pair(case, features)
+    for batch, ids in epochs(data, 20):
+        both(plain, ours, batch, ids)
+    assert ours.prefix is not None and not ours.prefix.reasons
+    assert features.hits >= 30
+
+
+@pytest.mark.parametrize("around", ["lean", "within"])
+@pytest.mark.parametrize("case", CASES)
+def test_goes_with_the_lean_engine(case: Case, around: str) -> None:
+    features = Features("10MB")
+    plain, ours, data = pair(case, features)
+    prefix = ours.prefix
+    assert prefix is not None
+    for batch, ids in epochs(data, 12):
+        expected = plain.step(batch)
+        ours.optimizer.zero_grad()
+        if around == "lean":
+            with Lean():
+                value = prefix.run(lambda batch=batch: case.loss(ours.model, batch), batch, ids)
+        else:
+
+            def forward(batch: Any = batch) -> torch.Tensor:
+                with Lean():
+                    return case.loss(ours.model, batch)
+
+            value = prefix.run(forward, batch, ids)
+        value.backward()
+        ours.optimizer.step()
+        torch.testing.assert_close(value.detach(), expected, rtol=1e-4, atol=1e-5)
+    if around == "lean":
+        assert not prefix.reasons and features.hits
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_choice_may_move(cached: bool) -> None:
+    plain, ours, data = pair(CASES[0], Features("10MB") if cached else None)
+    for step, (batch, ids) in enumerate(epochs(data, 40)):
+        if step % 8 == 0:
+            for trainer in (plain, ours):
+                choose_(trainer.model, [("three", "head"), ("two", "three"), ("head",), ("one",)][step // 8 % 4])
+        both(plain, ours, batch, ids if cached else None)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("name", ["stem.0.weight", "stem.1.weight", "two.0.bias", "two.1.running_var", "one.1.bias"])
+def test_a_frozen_weight_that_was_written_to_is_picked_up(name: str, cached: bool) -> None:
+    plain, ours, data = pair(CASES[0], Features("10MB") if cached else None)
+    batch, ids = rows(data, range(SAMPLES)), list(range(SAMPLES)) if cached else None
+    for step in range(9):
+        if step % 3 == 2:
+            assert ours.prefix is not None
+            before = ours.prefix.signature()
+            for trainer in (plain, ours):
+                with torch.no_grad():
+                    trainer.model.state_dict(keep_vars=True)[name].mul_(1.5)
+            assert ours.prefix.signature() != before
+        both(plain, ours, batch, ids)
+
+
+def test_statistics_that_a_pass_in_training_mode_changed_are_picked_up() -> None:
+    """Its kernels do not raise the version of what they write to."""
+    plain, ours, data = pair(CASES[0], Features("10MB"))
+    batch, ids = rows(data, range(SAMPLES)), list(range(SAMPLES))
+    for _ in range(4):
+        both(plain, ours, batch, ids)
+    for trainer in (plain, ours):
+        with torch.no_grad():
+            trainer.model.train()(batch[0] * 3)
+        choose_(trainer.model, CASES[0].chosen)
+    both(plain, ours, batch, ids)
+    assert ours.prefix is not None and not ours.prefix.reasons
+
+
+def test_another_tensor_in_the_place_of_a_weight_is_picked_up() -> None:
+    plain, ours, data = pair(CASES[0], Features("10MB"))
+    batch, ids = rows(data, range(SAMPLES)), list(range(SAMPLES))
+    for step in range(8):
+        if step == 4:
+            for trainer in (plain, ours):
+                conv = trainer.model.stem[0]
+                conv.weight = nn.Parameter(conv.weight.detach() * 2, requires_grad=False)
+        both(plain, ours, batch, ids)
+
+
+# ---------------------------------------------------------------- what runs and what does not
+
+
+def test_norms_are_folded_and_on_a_hit_nothing_of_the_part_runs() -> None:
+    _, ours, data = pair(CASES[0], Features("10MB"))
+    batch, ids = rows(data, range(SAMPLES)), list(range(SAMPLES))
+    ours.step(batch, ids)
+    counts = []
+    for _ in range(2):
+        with Count() as count:
+            ours.step(batch, ids)
+        counts.append((count.convolutions, count.norms))
+    assert counts == [(4, 1), (1, 1)]
+
+
+def test_samples_are_found_in_other_batches() -> None:
+    features = Features("10MB")
+    _, ours, data = pair(CASES[6], features)
+    for ids in ([0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [7, 2, 0, 5]):
+        ours.step(rows(data, ids), ids)
+    assert features.hits == 4
+
+
+def test_frontier_lies_in_memory_as_it_would_have() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    choose_(model, ["head"])
+    prefix, (x, y), seen = Prefix(model, Features("10MB")), images(SAMPLES), []
+
+    class Look(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.linear:
+                seen.append((args[0].stride(), args[0].dtype))
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(3):
+        with Look():
+            prefix.run(lambda: image_loss(model, (x, y)), (x, y), range(SAMPLES))
+    assert len(seen) == 3 and len(set(seen)) == 1
+
+
+def test_views_of_what_is_channels_last_are_the_same() -> None:
+    """`view` minds the layout, and writing to a view has to reach what it is a view of."""
+
+    class Views(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.two(self.one(self.stem(x)))
+            flat = x.view(len(x), -1)
+            flat.mul_(0.5)
+            assert x.is_contiguous() and x.stride() == (512, 64, 8, 1)
+            return self.head(self.three(x).mean((2, 3)))
+
+    plain, ours, data = pair(Case("views", Views, ("three", "head")))
+    for batch, _ in epochs(data, 6):
+        both(plain, ours, batch)
+
+
+def test_bfloat16_is_near() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    choose_(model, ["three", "head"])
+    prefix, batch = Prefix(model, dtype=torch.bfloat16), images(SAMPLES)
+    values = [prefix.run(lambda: image_loss(model, batch), batch) for _ in range(2)]
+    torch.testing.assert_close(values[1], values[0], rtol=0.05, atol=0.05)
+    assert not torch.equal(values[1], values[0]) and values[1].dtype == torch.float32
+
+
+# ---------------------------------------------------------------- what cannot be kept, and why
+
+
+class Branching(Residual):
+    """Goes one way or the other, as the values say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = torch.tanh(self.one(x)) if x.mean() > self.limit else self.two(x)
+        return self.head(self.three(x).mean((2, 3)))
+
+    limit = 1.0
+
+
+class Noise(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.rand(1).item()) if random.random() > 2 else super().forward(x + torch.rand(3, 8, 8))
+
+
+class Coin(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * random.choice((0.5, 2.0)))
+
+
+class AllTogether(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0))
+
+
+class Keeps(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.features = self.stem(x)
+        return super().forward(x)
+
+
+class Counts(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.share = (x > 0).float().mean().item()
+        return super().forward(x)
+
+
+class Masked(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x[x > 0].mean())
+
+
+class Recomputed(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(self.one(self.stem(x)))
+        return self.head(checkpoint(lambda x: self.three(x * 2), x, use_reentrant=False).mean((2, 3)))
+
+
+class Into(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        space = torch.zeros_like(self.space).expand(len(x), -1, -1, -1).clone()
+        space[:, 1:] = x[:, 1:]
+        return super().forward(space)
+
+    space = torch.zeros(1, 3, 8, 8)
+
+
+REFUSED = [
+    (Case("dropout", lambda: Text(0.5), ("second", "head"), text_loss, texts), "draws random numbers"),
+    (Case("noise", Noise, ("three", "head")), "draws random numbers"),
+    (Case("coin", Coin, ("three", "head")), "random numbers in Python"),
+    (Case("others", AllTogether, ("three", "head")), "depend on the other samples"),
+    (Case("keeps", Keeps, ("three", "head")), "live on"),
+    (Case("counts", Counts, ("three", "head")), "item reads a value"),
+    (Case("masked", Masked, ("three", "head")), "hangs on values"),
+    (Case("recomputed", Recomputed, ("three", "head")), "live on"),
+    (Case("into", Into, ("three", "head")), "not made in the part"),
+]
+
+
+@pytest.mark.parametrize(("case", "why"), REFUSED, ids=[case.name for case, _ in REFUSED])
+def test_what_cannot_be_kept_is_computed(case: Case, why: str) -> None:
+    features = Features("10MB")
+    plain, ours, data = pair(case, features)
+    for batch, ids in epochs(data, 10):
+        state = random.getstate()
+        seed = torch.get_rng_state()
+        value = plain.step(batch)
+        random.setstate(state)
+        torch.set_rng_state(seed)
+        torch.testing.assert_close(ours.step(batch, ids), value, rtol=1e-4, atol=1e-5)
+        if hasattr(plain.model, "features"):
+            torch.testing.assert_close(ours.model.features, plain.model.features, rtol=1e-4, atol=1e-5)
+            assert ours.model.features.stride() == plain.model.features.stride()
+    assert ours.prefix is not None and why in ours.prefix.reasons["cache"]
+
+
+def test_norms_in_training_mode_are_not_kept_and_count_once() -> None:
+    plain, ours, data = pair(CASES[0], Features("10MB"))
+    for batch, ids in epochs(data, 6):
+        for trainer in (plain, ours):
+            trainer.model.stem[1].train()
+        both(plain, ours, batch, ids)
+    torch.testing.assert_close(ours.model.state_dict(), plain.model.state_dict(), rtol=1e-4, atol=1e-5)
+    assert ours.prefix is not None and "cache" in ours.prefix.reasons
+
+
+def test_control_flow_on_values_goes_on_plainly_and_in_the_end_gives_up() -> None:
+    plain, ours, data = pair(Case("branching", Branching, ("three", "head")))
+    for step in range(12):
+        for trainer in (plain, ours):
+            trainer.model.limit = (-100.0, 100.0)[step // 2 % 2]
+        both(plain, ours, rows(data, range(SAMPLES)))
+    assert ours.prefix is not None and "changes from step to step" in ours.prefix.reasons["prefix"]
+
+
+def test_a_number_that_changes_is_no_hit() -> None:
+    class Scaled(Residual):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * self.scale)
+
+    plain, ours, data = pair(Case("scaled", Scaled, ("three", "head")), Features("10MB"))
+    batch, ids = rows(data, range(SAMPLES)), list(range(SAMPLES))
+    for step in range(8):
+        for trainer in (plain, ours):
+            trainer.model.scale = 1.0 + step // 4
+        both(plain, ours, batch, ids)
+
+
+def test_what_is_stored_now_and_then_is_never_empty() -> None:
+    class Sometimes(Residual):
+        step = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.step += 1
+            out = self.stem[0](x)
+            self.seen = (out, self.stem(x)) if self.step == 4 else ()
+            return super().forward(x)
+
+    for features in (None, Features("10MB")):
+        plain, ours, data = pair(Case("sometimes", Sometimes, ("three", "head")), features)
+        batch, ids = rows(data, range(SAMPLES)), list(range(SAMPLES))
+        for _ in range(6):
+            both(plain, ours, batch, ids if features is not None else None)
+            for one, other in zip(ours.model.seen, plain.model.seen, strict=False):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["stem", "stem.0", "stem.1", "two"])
+def test_hooks_see_what_they_would_have_seen(where: str) -> None:
+    plain, ours, data = pair(CASES[0], Features("10MB"))
+    seen: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    for i, trainer in enumerate((plain, ours)):
+        module = trainer.model.get_submodule(where)
+        module.register_forward_hook(lambda _, __, out, i=i: seen[i].append(out.detach().clone()))
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 1.1,))
+    for batch, ids in epochs(data, 6):
+        both(plain, ours, batch, ids)
+    for one, other in zip(seen[1], seen[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert ours.prefix is not None and "hooks" in ours.prefix.reasons["cache"]
+
+
+# ---------------------------------------------------------------- nothing is left behind
+
+
+def test_nothing_of_the_part_is_kept_alive() -> None:
+    refs: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            refs.append(weakref.ref(x))
+            x = self.two(x)
+            refs.append(weakref.ref(x))
+            return self.head(self.three(x).mean((2, 3)))
+
+    for features in (None, Features("10MB")):
+        _, ours, data = pair(Case("watched", Watched, ("three", "head")), features)
+        for batch, ids in epochs(data, 6):
+            ours.step(batch, ids if features is not None else None)
+            del batch
+            gc.collect()
+            assert all(one() is None for one in refs)
+
+
+def test_a_forward_pass_that_raises_leaves_no_mode_on() -> None:
+    _, ours, data = pair(CASES[0], Features("10MB"))
+    prefix, batch = ours.prefix, rows(data, range(SAMPLES))
+    assert prefix is not None
+
+    def failing() -> torch.Tensor:
+        image_loss(ours.model, batch)
+        raise KeyError("mine")
+
+    for _ in range(4):
+        with pytest.raises(KeyError, match="mine"):
+            prefix.run(failing, batch, range(SAMPLES))
+        assert not _get_current_function_mode_stack()
+        ours.step(batch, list(range(SAMPLES)))
+    assert not prefix.reasons
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    plain, ours, data = pair(CASES[0], Features("10MB"))
+    for batch, ids in epochs(data, 8):
+        both(plain, ours, batch, ids)
+    assert list(ours.model.state_dict()) == list(plain.model.state_dict())
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in ours.model.modules())
+    assert [param.stride() for param in ours.model.parameters()] == [param.stride() for param in plain.model.parameters()]
+    for module, other in zip(ours.model.modules(), plain.model.modules(), strict=True):
+        assert module.training == other.training
+    with torch.no_grad():
+        ours_out, plain_out = ours.model.eval()(data[0]), plain.model.eval()(data[0])
+    torch.testing.assert_close(ours_out, plain_out, rtol=1e-4, atol=1e-5)
+
+
+def test_forgets() -> None:
+    features = Features("10MB")
+    plain, ours, data = pair(CASES[0], features)
+    batch, ids = rows(data, range(SAMPLES)), list(range(SAMPLES))
+    for _ in range(3):
+        both(plain, ours, batch, ids)
+    assert ours.prefix is not None and len(features) == SAMPLES
+    for trainer in (plain, ours):
+        trainer.model.stem[0].weight.data.mul_(2)  # unseen by versions
+    ours.prefix.forget()
+    assert not len(features) and ours.prefix.signature() is None
+    for _ in range(3):
+        both(plain, ours, batch, ids)
+
+
+def test_few_programs_are_kept() -> None:
+    _, ours, data = pair(CASES[0])
+    for count in range(1, SIZE + 1):
+        for _ in range(2):
+            ours.step(rows(data, range(count)))
+    assert ours.prefix is not None and len(ours.prefix._programs) == 8
+
+
+def test_a_model_that_trains_whole_runs_plainly() -> None:
+    plain, ours, data = pair(Case("whole", Residual, ("",)))
+    for batch, _ in epochs(data, 4):
+        both(plain, ours, batch)
+    assert ours.prefix is not None and list(ours.prefix.reasons) == ["prefix"]
