@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from pliant.engine.features import Features
 from pliant.engine.lean import Lean
 from pliant.engine.prefix import Prefix
+from pliant.engine.slices import Slices
+from pliant.types import Part
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 SAMPLES, SIZE = 6, 12  # of a batch; batches of an epoch are drawn from twice as many
@@ -324,6 +326,29 @@ def test_another_tensor_in_the_place_of_a_weight_is_picked_up() -> None:
                 conv = trainer.model.stem[0]
                 conv.weight = nn.Parameter(conv.weight.detach() * 2, requires_grad=False)
         both(plain, ours, batch, ids)
+
+
+def test_slices_train_and_move() -> None:
+    torch.manual_seed(0)
+    plain = Residual().eval()
+    choose_(plain, ["two.0.weight"])
+    ours, (x, y) = copy.deepcopy(plain), images(SAMPLES)
+    prefix, ids = Prefix(ours, Features("10MB")), list(range(SAMPLES))
+    for step in range(9):
+        name = ("two.0.weight", "one.0.weight")[step // 4 % 2]
+        if step % 4 == 0:
+            choose_(plain, [name])
+            choose_(ours, [name])
+            slices = Slices(dict(ours.named_parameters()), [Part(name, 0, (1, 4))])
+        slices.zero_grad()
+        plain.zero_grad()
+        image_loss(plain, (x, y)).backward()
+        with Lean(slices):
+            value = prefix.run(lambda: image_loss(ours, (x, y)), (x, y), ids, choice=tuple(slices.parts.items()))
+        value.backward()
+        grad = plain.get_parameter(name).grad
+        assert grad is not None
+        torch.testing.assert_close(slices.grads()[name], grad[[1, 4]], rtol=1e-3, atol=1e-5)
 
 
 # ---------------------------------------------------------------- what runs and what does not

@@ -90,10 +90,11 @@ def _of_input(grad: torch.Tensor, weight: torch.Tensor, stride: int, padding: in
 
 def _of_weight(grad: torch.Tensor, input: torch.Tensor, stride: int, padding: int, size: int) -> torch.Tensor:
     high, wide = ((n - 1) * stride + 1 for n in grad.shape[2:])
-    input, grad = input.movedim((2, 3), (0, 1)), grad.movedim((2, 3), (0, 1))
-    if grad.shape[:2].numel() <= _TINY:  # rows are too short to sum along them: let channels lie side by side
-        input, grad = input.contiguous(), grad.contiguous()
-    input = F.pad(input, (0, 0, 0, 0, *[padding] * 4))
+    if grad.shape[2:].numel() <= _TINY:  # rows are too short to sum along them: let channels lie side by side
+        input, grad = input.permute(2, 3, 0, 1).contiguous(), grad.permute(2, 3, 0, 1).contiguous()
+        input = F.pad(input, (0, 0, 0, 0, *[padding] * 4))
+    else:
+        input, grad = F.pad(input, [padding] * 4).permute(2, 3, 0, 1), grad.permute(2, 3, 0, 1)
     places = [
         (grad * input[i : i + high : stride, j : j + wide : stride]).sum((0, 1, 2))
         for i, j in itertools.product(range(size), repeat=2)
