@@ -111,14 +111,13 @@ class Prefix:
             tensors = list(batches.tensors(batch))
             kept = self.features is not None and ids is not None
             samples = len(ids) if kept and ids is not None else None
-            state, is_hooked = _state(self.model)
-            inside = choice, state, _autocast(), torch.is_grad_enabled()
-            key = kept, inside, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-            plan = self._programs.get(key)
+            key, is_hooked = self._key(tensors, kept, choice)
+            inside, plan = key[1], self._programs.get(key)
         if plan is None:
             return self._record(key, forward, tensors, samples, is_hooked)
         self._programs.move_to_end(key)
         self._last = plan
+        self._tell(plan, kept)
         is_cached = kept and plan.program.uncacheable is None
         if plan.is_idle or not (plan.pays or is_cached):
             return forward()
@@ -132,6 +131,18 @@ class Prefix:
                 self.features.begin((inside, shapes, plan.like, plan.signature()))
                 found = self.features.get(ids, plan.values[plan.frontier[0]].device)
         return self._follow(key, plan, forward, tensors, ids if is_cached else None, found)
+
+    def knows(self, batch: Any, ids: Any = None, choice: Hashable = None) -> bool:
+        """Whether `run` would follow a program, and not record one."""
+        with unwatched():
+            kept = self.features is not None and ids is not None
+            return self._key(list(batches.tensors(batch)), kept, choice)[0] in self._programs
+
+    def _key(self, tensors: list[torch.Tensor], kept: bool, choice: Hashable) -> tuple[tuple[Any, ...], bool]:
+        """What says which program runs; and whether modules have hooks."""
+        state, is_hooked = _state(self.model)
+        inside = choice, state, _autocast(), torch.is_grad_enabled()
+        return (kept, inside, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)), is_hooked
 
     def _record(
         self,
@@ -153,10 +164,14 @@ class Prefix:
         while len(self._programs) > _PROGRAMS:
             self._programs.popitem(last=False)
         self._weights.keep({fold for plan in self._programs.values() for fold in plan.weights})
-        self.reasons.update(plan.reasons)
-        if samples is not None and plan.program.uncacheable is not None:
-            self.reasons["cache"] = plan.program.uncacheable
+        self._tell(plan, samples is not None)
         return out
+
+    def _tell(self, plan: _Plan, kept: bool) -> None:
+        """What is not done in this program."""
+        self.reasons = dict(plan.reasons)
+        if kept and plan.program.uncacheable is not None:
+            self.reasons["cache"] = plan.program.uncacheable
 
     def _follow(
         self, key: Hashable, plan: _Plan, forward: Callable[[], torch.Tensor], batch: list[torch.Tensor], ids: Any, found: Any
@@ -190,7 +205,7 @@ class Prefix:
             program.uncacheable = self.reasons["cache"] = mode.strayed
         elif mode.strayed == _KEPT:
             plan.folds.clear()
-            self.reasons["folding"] = mode.strayed
+            plan.reasons["folding"] = self.reasons["folding"] = mode.strayed
         else:
             self._strayed += 1
             self.reasons["program"] = mode.strayed
