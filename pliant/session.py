@@ -14,16 +14,17 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from pliant import __version__, batches, checkpoint, score
+from pliant import __version__, batches, checkpoint, data, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
 from pliant.batches import Loss
 from pliant.budget import Budget, Progress
 from pliant.choice import Choice
 from pliant.clock import Laps, Pace, Watch
 from pliant.drift import Drift
-from pliant.engine import ENGINES, Engine, pick
+from pliant.engine import ENGINES, Engine
+from pliant.engine.features import Features
 from pliant.feedback import Feedback, Round
-from pliant.graph import compute_loss, trainable
+from pliant.graph import trainable
 from pliant.measure import inference_bytes
 from pliant.memory import StepPeak, resident, storage
 from pliant.policy import Policy
@@ -34,6 +35,7 @@ from pliant.undo import Undo
 from pliant.update import Update
 
 _LOOK_EVERY = 10  # steps between two looks of the closed loop at what steps take
+_RACE_AGAIN = 0.2  # of a step's cost: where another choice differs by more, another engine may be the fastest
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
 
 
@@ -72,25 +74,22 @@ class Session:
         accumulate: int = 1,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
-        cache: Any = None,
+        cache: Features | str | int | None = None,
         log: str | os.PathLike[str] | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
         allow_mismatch: bool = False,
         undo: bool = True,
         correct: bool = True,
     ) -> None:
-        """`profile` is a saved measurement to use instead of measuring; `undo` keeps what `delta` and `rollback` need.
+        """`profile` is a saved measurement to use instead of measuring; `undo` keeps what `delta` and `rollback` need; `cache`
+        is how many bytes of features may be kept by sample, or a `Features` of your own.
 
         `correct` plans again within a round where measured steps miss the time that was asked or take more memory. What is
         chosen then hangs on measurements; without it, on the profile and the seed alone.
         """
         if not isinstance(policy, Policy):
             raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
-        if cache is not None:
-            raise ValueError("cache=… needs the prefix engine, which is not there yet: leave it None.")
         self.model, self.loss = model, loss
-        self._asked_engine = engine
-        self._engine = Engine(pick(engine, policy.budget.memory is not None))
         self.update = Update(clip, scaler, accumulate)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
         earlier = _OPEN[model]() if model in _OPEN else None
@@ -110,16 +109,24 @@ class Session:
         self._undo = Undo(model, optimizer) if undo else None
         self._device = next(iter(self._params.values())).device
         self._laps = Laps(Watch(self._device))
+        if isinstance(cache, (str, int)):
+            cache = Features(cache)
+        if cache is not None and not isinstance(cache, Features):
+            raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
+        self._engine = Engine(model, loss, engine, cache)
+        self._engine.settle(policy.budget.memory is not None, races=False)
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
-        self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct, engine=self.engine)
+        self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct, engine=self._engine.keeps)
         self._step = self._micro = 0
         self._log = RunLog(log)
         self._pace = Pace()
         self._peak: StepPeak | None = None  # of the step that runs, where it is measured
         self._elements = 0  # of its batch
         self._told = ""  # the last reason why a budget is out of reach
+        self._raced: float | None = None  # the size of the selection that ways to run a step were raced on
         self._closed = False
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
+        self._engine.step_with(optimizer)
         _OPEN[model] = ref(self)
 
     # ------------------------------------------------------------ what the user reads
@@ -150,8 +157,14 @@ class Session:
 
     @property
     def engine(self) -> str:
-        """What runs the steps: "plain" or "lean"."""
-        return self._engine.name
+        """What runs the coming step: "plain", or of "lean", "prefix" and "graphs" those that work together, like
+        "prefix+graphs"."""
+        return str(self._engine.way)
+
+    @property
+    def why_not(self) -> dict[str, str]:
+        """What engines that may run the steps do not do here, and why."""
+        return self._engine.why_not
 
     @property
     def progress(self) -> Progress:
@@ -195,9 +208,16 @@ class Session:
             raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
         self._look_at_steps()  # they ran under the old one
         self._told = ""
-        engine = pick(self._asked_engine, budget.memory is not None)
-        self._choice.change_budget(budget, self.progress, engine)
-        self._engine.name = engine
+        was = self._engine.race
+        if (budget.memory is None) != (self.budget.memory is None):
+            self._engine.settle(budget.memory is not None, races=False)
+        try:
+            self._choice.change_budget(budget, self.progress, self._engine.keeps)
+        except BaseException:
+            self._engine.race = was
+            raise
+        if self._engine.race is not was:
+            self._raced = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -211,9 +231,9 @@ class Session:
             check_in_groups(self._params, optimizer, self.selection.params)
             self._engine.check(self.selection.parts, optimizer)
             self._choice.ask_again()
-        self._engine.forget()  # what slices know is of the old one
         self._hook.remove()
         self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
+        self._engine.step_with(optimizer)  # what slices know is of the old one
         self._optimizer = optimizer
         self._note("the optimizer was replaced")
 
@@ -222,7 +242,8 @@ class Session:
     def step(self, batch: Any, ids: Any = None) -> torch.Tensor:
         """Forward, backward and (every `accumulate` calls) the optimizer's step. Returns the loss, detached.
 
-        `ids` names the samples of the batch for a feature cache; the plain engine has none and does not look at it.
+        `ids` name the samples of the batch for the feature cache, if there is one; without them, the batch may carry its own
+        (`data.with_ids`).
         """
         self._check_open()
         if self._micro == 0:
@@ -236,7 +257,7 @@ class Session:
             if self._micro == 0:
                 self._peak = self._measuring(batch)
             with self._peak or nullcontext():
-                value = self._run(batch)
+                value = self._run(batch, ids)
             if self._micro == 0:
                 self._count_step(value)
         except BaseException:
@@ -248,18 +269,25 @@ class Session:
             self._ours = False
         return value
 
-    def _run(self, batch: Any) -> torch.Tensor:
-        with self._engine.forward() as inside:
-            value = compute_loss(self.model, self.loss, batch)
-        self._engine.after(inside)
-        self.update.backward(value)
-        value = value.detach()
-        self._micro = (self._micro + 1) % self.update.accumulate
-        if self._micro == 0:
-            if self._peak is not None:
-                self._peak.updating()
-            with self._engine.stepping(self._optimizer):
-                self.update.step(self._optimizer)
+    def _run(self, batch: Any, ids: Any) -> torch.Tensor:
+        first, last = self._micro == 0, self._micro + 1 == self.update.accumulate
+
+        def finish(value: torch.Tensor) -> torch.Tensor:
+            self.update.backward(value)
+            if last:
+                if self._peak is not None:
+                    self._peak.updating()
+                with self._engine.stepping(self._optimizer):
+                    self.update.step(self._optimizer)
+            return value.detach()
+
+        if ids is None and self._engine.features is not None:
+            ids = data.ids_of(batch)
+        eager = "this step's memory is measured" if self._peak is not None else None
+        if self.update.scaler is not None:
+            eager = "a GradScaler looks at every step's gradients"
+        value = self._engine.take(batch, ids, finish, (first, last), eager)
+        self._micro = 0 if last else self._micro + 1
         return value
 
     def before_step(self, batch: Any) -> None:
@@ -341,11 +369,14 @@ class Session:
 
     def _count_step(self, value: torch.Tensor | None = None) -> None:
         self._engine.let_go()
-        news = self._engine.news()
-        if news is not None:
+        for news in self._engine.news():
             self._note(news)
         self._step += 1
-        self._log.step(self._step, self._round, value, self._laps.end(counts=self._peak is None))
+        counts = self._peak is None and not self._engine.missed  # what fills a cache is paid once
+        seconds = self._laps.end(counts)
+        self._log.step(self._step, self._round, value, seconds)
+        if counts and self._ours and self._engine.race.see(seconds):
+            self._note(f"steps run on the engine {self.engine!r}: the fastest of {', '.join(map(str, self._engine.race.ways))}")
         self._look_at_bytes()
         if self.policy.when.watches and self._step % Drift.every == 0:
             holders: dict[str, torch.Tensor] = {**self._params, **self._engine.leaves()}
@@ -390,7 +421,8 @@ class Session:
     def _choose(self, batch: Any, looked: bool) -> None:
         """Ask for the next selection and apply it; a probe that fails leaves the one in force."""
         start = self._laps.watch.mark()
-        if self._choice.is_off(self.progress, self._choice.correct and looked and self._pace.may_correct):
+        may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on
+        if self._choice.is_off(self.progress, looked and may):
             with self._pace.correcting():
                 selection = self._choice.again(self.progress)
                 if selection is not None:
@@ -420,7 +452,7 @@ class Session:
         scale = self.update.scaler.get_scale() if self.update.scaler is not None else 1.0
         signal, seed = self.policy.signal, self.policy.seed
         work = signal, self.model, self._optimizer, self.loss, batch, self.units
-        windows, around = self._choice.windows(self.progress), ENGINES[self.engine]
+        windows, around = self._choice.windows(self.progress), ENGINES[self._engine.keeps]
         return score.probe(*work, scale=scale, seed=seed, round=round, windows=windows, around=around)
 
     def _use(self, selection: Selection, took: tuple[Any, Any]) -> None:
@@ -435,6 +467,10 @@ class Session:
         self._look_at_steps()
         measured = self.measured_seconds
         self._apply_(selection)
+        size = selection.cost.seconds or selection.cost.macs
+        if self._choice.correct and (self._raced is None or abs(size - self._raced) > _RACE_AGAIN * self._raced):
+            self._raced = size
+            self._engine.settle(self.budget.memory is not None, races=True)
         self._choice.take(selection, replace(self.progress, round=selection.round))
         self._laps.new_round()
         seconds = self._laps.seconds(took)
@@ -481,12 +517,13 @@ class Session:
         if self._laps.is_running:  # a step that the caller's scaler skipped
             self._count_step()
         return {
-            "format": "pliant.session/3",
+            "format": "pliant.session/4",
             "step": self._step,
             "pace": self._pace.state(),
             "unseen": self._laps.peek(),
             **self._choice.state(),
             "undo": self._undo.state() if self._undo is not None else None,
+            "engine": [str(self._engine.race.winner) if self._engine.race.winner is not None else None, self._raced],
             "slices": self._engine.slices.state_dict() if self._engine.slices is not None else None,
         }
 
@@ -497,8 +534,9 @@ class Session:
         self._step, self._micro = state["step"], 0
         self._pace.load(state["pace"])
         self._choice.load(state, self.progress)
-        self._engine.name = pick(self._asked_engine, self.budget.memory is not None)
-        self._choice.run_on(self.engine)
+        winner, self._raced = state["engine"]
+        self._engine.settle(self.budget.memory is not None, races=winner is None and self._choice.correct, winner=winner)
+        self._choice.run_on(self._engine.keeps)
         self._engine.forget()
         self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:
@@ -513,7 +551,7 @@ class Session:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit before anything is changed."""
-        if state.get("format") != "pliant.session/3":
+        if state.get("format") != "pliant.session/4":
             raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
         if state["policy"] != self.policy.name:
             raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")

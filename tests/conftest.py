@@ -14,11 +14,19 @@ def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | Non
 
 @pytest.fixture(autouse=True)
 def open_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices hang on the clock where measured steps correct them: only the tests of that loop (`closed_loop`) let them."""
+    """Steps hang on the clock where measured times correct a choice (`closed_loop`) or engines race (`racing`): only tests of
+    that let them."""
     if "closed_loop" not in request.fixturenames:
         monkeypatch.setattr("pliant.choice.Choice.measured", lambda choice, seconds, now, pause: None)
+    if "racing" not in request.fixturenames:
+        monkeypatch.setattr("pliant.engine.ways.Race.see", lambda race, seconds: False)
 
 
 @pytest.fixture
 def closed_loop() -> None:
     """Measured steps correct the choice, as they do for users."""
+
+
+@pytest.fixture
+def racing() -> None:
+    """Steps go all ways in turn until the fastest is known, as they do for users."""

@@ -21,8 +21,9 @@ from zoo import ZOO, Case, adamw, sgd
 
 from pliant import Budget, BudgetError, Part, Policy, Session, Unit, measure, recipes, schedule, score, solve, units
 from pliant.apply import Norms, apply_
-from pliant.engine import ENGINES, pick
+from pliant.engine import ENGINES
 from pliant.engine.slices import Slices
+from pliant.engine.ways import Race, allowed
 from pliant.graph import read, trainable
 from pliant.memory import Live
 
@@ -366,15 +367,40 @@ class watched:
 # ---------------------------------------------------------------- which engine
 
 
-def test_auto_is_lean_where_memory_is_limited() -> None:
-    assert (pick("auto", True), pick("auto", False), pick("plain", True), pick("lean", False)) == (
-        "lean",
-        "plain",
-        "plain",
-        "lean",
-    )
-    with pytest.raises(ValueError, match="engine='steam' is not there; choose 'auto' or one of: plain, lean"):
-        pick("steam", True)
+def test_what_auto_may_pick_from() -> None:
+    def ways(engine: str, memory_is_short: bool = False, cuda: bool = False, caches: bool = False) -> list[str]:
+        return [str(way) for way in allowed(engine, memory_is_short=memory_is_short, cuda=cuda, caches=caches)]
+
+    assert ways("auto", memory_is_short=True) == ways("lean") == ["lean"]
+    assert ways("plain", memory_is_short=True, cuda=True, caches=True) == ["plain"]
+    assert ways("auto") == ["plain", "prefix", "lean", "lean+prefix"]
+    assert ways("auto-prefix") == ["plain", "lean"]
+    assert ways("auto", cuda=True) == ["plain", "graphs", "prefix+graphs"]
+    assert ways("auto-graphs", cuda=True) == ["plain", "prefix"]
+    assert ways("auto", cuda=True, caches=True) == ["prefix+graphs"]
+    assert ways("auto", caches=True) == ["prefix"]
+    assert ways("prefix+lean") == ["lean+prefix"]
+    for wrong in ("steam", "lean+steam", "auto-steam", "lean+lean", "plain+lean", "lean-prefix", ""):
+        with pytest.raises(ValueError, match="is not there; choose 'auto', 'plain', or of lean, prefix, graphs one or several"):
+            ways(wrong)
+
+
+def test_a_race_goes_all_ways_in_turn_and_then_the_fastest(racing: None) -> None:
+    ways = allowed("auto", memory_is_short=False, cuda=False, caches=False)
+    for seconds, winner in (
+        ([5.0, 4.0, 6.0, 3.9], "prefix"),
+        ([4.0, 3.9, 5.0, 6.0], "plain"),
+        ([9.0, 8.0, 7.0, 6.0], "lean+prefix"),
+    ):
+        race, gone = Race(ways), []
+        for n in range(20):
+            gone.append(race.now)
+            took = 1e-3 if n < len(ways) else seconds[ways.index(race.now)]  # the first of each does not count
+            over = race.see(lambda took=took: took)
+            assert over == (n == 15) and race.is_on == (n < 15)
+        assert gone[:16] == ways * 4 and {str(way) for way in gone[16:]} == {winner}
+    assert Race(ways[:1]).winner == ways[0]
+    assert Race(ways, ways[2]).now == ways[2]
 
 
 def memory_policy(memory: Any, **changes: Any) -> Policy:

@@ -158,6 +158,10 @@ def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(recipe: str, model_n
             chosen = session.selection.params
 
             freeze_by_hand(twin, chosen, may_train)
+            if session.budget.memory is not None:  # there is no room for the state of what left
+                for name, param in twin.named_parameters():
+                    if name not in chosen:
+                        twin_optimizer.state.pop(param, None)
             torch.manual_seed(k)
             expected = plain_step(twin, twin_optimizer, loss, batch)
             after = snapshot(model, optimizer)
@@ -166,7 +170,8 @@ def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(recipe: str, model_n
             for name in set(before["weights"]) - chosen:
                 assert torch.equal(before["weights"][name], after["weights"][name])
                 assert after["grads"][name] is None
-                assert differences(before["optimizer"].get(name), after["optimizer"].get(name)) == []
+                kept = before["optimizer"].get(name) if session.budget.memory is None else None
+                assert differences(kept, after["optimizer"].get(name)) == []
 
 
 # ---------------------------------------------------------------- 3: full is plain training

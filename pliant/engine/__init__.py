@@ -1,8 +1,12 @@
-"""How a chosen step runs. `plain` is ordinary freezing with ordinary autograd: the reference of every comparison."""
+"""How a chosen step runs. `plain` is ordinary freezing with ordinary autograd: the reference of every comparison.
+
+What the engines do: `lean` keeps for backward only what the choice needs, `prefix` runs what needs no gradient as inference or
+takes it from a cache, `graphs` launches a whole step at once. `ways` picks among them; `slices` train channels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from weakref import WeakMethod, ref
@@ -10,8 +14,15 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
+from pliant.apply import sandbox
+from pliant.batches import Loss, map_tensors
+from pliant.engine.features import Features
+from pliant.engine.graphs import Graphs
 from pliant.engine.lean import Lean
+from pliant.engine.prefix import Prefix
 from pliant.engine.slices import Sliced, Slices, check_elementwise
+from pliant.engine.ways import Race, Way, allowed
+from pliant.graph import compute_loss
 from pliant.types import Part
 
 
@@ -23,23 +34,69 @@ def plain(slices: Slices | None = None) -> AbstractContextManager[Any]:
 ENGINES: dict[str, Callable[..., AbstractContextManager[Any]]] = {"plain": plain, "lean": Lean}
 
 
-def pick(name: str, memory_is_short: bool) -> str:
-    """The engine by name; "auto" takes the lean one where memory is limited, else the plain one."""
-    chosen = ("lean" if memory_is_short else "plain") if name == "auto" else name
-    if chosen not in ENGINES:
-        raise ValueError(f"engine={name!r} is not there; choose 'auto' or one of: {', '.join(ENGINES)}.")
-    return chosen
-
-
 class Engine:
-    """Runs a session's steps: knows what their forward passes run inside of, and the slices that train."""
+    """Runs a session's steps: knows the way they go, what their forward passes run inside of, and the slices that train."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, model: nn.Module, loss: Loss, engine: str, features: Features | None = None) -> None:
+        self._model, self._loss = model, loss
+        self._asked = engine
+        self._cuda = next(model.parameters()).device.type == "cuda"
+        self.features = features
         self.slices: Slices | None = None
-        self._told: set[str] = set()
-        self._untold: set[str] = set()
+        self.race = Race(self._allowed(memory_is_short=False))
+        self._prefix = Prefix(model, features)
+        self._graphs: Graphs | None = None
+        self._choice: Hashable = None
+        self._told: dict[str, str] = {}
+        self._not_lean: set[str] = set()
+        self._told_lean: set[str] = set()
         self._callers: _CallersStep | None = None
+        self.missed = False  # whether the last batch was not in the cache
+
+    # ------------------------------------------------------------ which way
+
+    @property
+    def way(self) -> Way:
+        """How the coming step runs."""
+        return self.race.now
+
+    @property
+    def keeps(self) -> str:
+        """What the forward pass keeps for backward: "plain" or "lean", which is what bytes hang on."""
+        return "lean" if self.way.lean else "plain"
+
+    def settle(self, memory_is_short: bool, races: bool, winner: str | None = None) -> None:
+        """Pick among the ways that are allowed: by a race on real steps, or without one the way that won before, else the
+        first."""
+        ways = self._allowed(memory_is_short)
+        known = next((way for way in ways if str(way) == winner), None)
+        self.race = Race(ways, known if races else known or ways[0])
+
+    def _allowed(self, memory_is_short: bool) -> list[Way]:
+        caches = self.features is not None
+        return allowed(self._asked, memory_is_short=memory_is_short, cuda=self._cuda, caches=caches)
+
+    @property
+    def why_not(self) -> dict[str, str]:
+        """What the engines that were asked did not do, and why."""
+        out = dict(self._prefix.reasons) if any(way.prefix for way in self.race.ways) else {}
+        if self.features is not None and not any(way.prefix for way in self.race.ways):
+            out["cache"] = "the prefix engine is off"
+        if any(way.graphs for way in self.race.ways):
+            why = "there is no CUDA device" if self._graphs is None else self._graphs.why_not
+            if why is not None:
+                out["graphs"] = why
+        if self._not_lean:
+            out["lean"] = _as_plain(self._not_lean)
+        return out
+
+    def news(self) -> list[str]:
+        """What is not done, told once."""
+        now, names = self.why_not, self._not_lean - self._told_lean
+        self._told_lean |= names
+        fresh = [f"not {name}: {why}" for name, why in now.items() if name != "lean" and self._told.get(name) != why]
+        self._told.update(now)
+        return [*fresh, f"not lean: {_as_plain(names)}"] if names else fresh
 
     # ------------------------------------------------------------ what trains
 
@@ -50,6 +107,8 @@ class Engine:
 
     def choose_(self, parts: Iterable[Part], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> set[str]:
         """From now on these parts train; gives the names of the parameters of which only a slice does."""
+        parts = tuple(parts)
+        self._choice = frozenset(parts)
         old, self.slices = self.slices, Slices(params, parts)
         if not len(self.slices):
             self.slices = None
@@ -59,9 +118,18 @@ class Engine:
         return set(self.slices.parts)
 
     def forget(self) -> None:
-        """The slices start with a fresh optimizer state."""
+        """Weights or optimizer state were replaced: slices start with a fresh one, and nothing that was prepared counts."""
         if self.slices is not None:
             self.slices.forget()
+        self._prefix.forget()
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """This optimizer, with the hooks that it has now, takes the steps from now on."""
+        self.forget()
+        if self._cuda:
+            self._graphs = Graphs(self._model, self._loss, optimizer)
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """What stands for each slice where gradients gather, by the name of its parameter."""
@@ -73,19 +141,65 @@ class Engine:
         if self.slices is not None:
             self.slices.zero_grad()
 
+    def take(
+        self,
+        batch: Any,
+        ids: Any,
+        finish: Callable[[torch.Tensor], torch.Tensor],
+        part: tuple[bool, bool] = (True, True),
+        eager: str | None = None,
+    ) -> torch.Tensor:
+        """One batch: the user's loss, then `finish` (backward and, where due, the optimizer's step).
+
+        `part` says whether this is the first and whether it is the last batch of a step; `eager`, why every operation must be
+        run from Python, if it must.
+        """
+        way, misses = self.way, self.features.misses if self.features is not None else 0
+        if self.slices is not None:
+            eager = "channels are chosen"
+        elif self.features is not None:
+            eager = "features come from a cache"
+
+        def work(batch: Any) -> torch.Tensor:
+            with ENGINES[self.keeps](self.slices) as inside:
+                value = self._forward(batch, ids)
+            self.after(inside)
+            return finish(value)
+
+        if way.graphs and self._graphs is not None and eager is None:
+            kind = self._choice, str(way), part, self._prefix.signature() if way.prefix else None
+            value = self._graphs.step(batch, work, choice=kind, first=part[0])
+        else:
+            if self._graphs is not None:
+                self._graphs.why_not = eager
+            value = work(batch)
+        if self.features is not None:
+            self.missed = self.features.misses > misses
+        return value
+
+    def _forward(self, batch: Any, ids: Any) -> torch.Tensor:
+        def forward() -> torch.Tensor:
+            return compute_loss(self._model, self._loss, batch)
+
+        if not self.way.prefix:
+            return forward()
+        if not self._prefix.knows(batch, ids, self._choice):
+            self._rehearse(batch, ids)
+        return self._prefix.run(forward, batch, ids, self._choice)
+
+    def _rehearse(self, batch: Any, ids: Any) -> None:
+        """One pass that leaves no trace, so that the program is known and every step of a choice runs the same way."""
+        spare = map_tensors(batch, torch.clone)
+        with sandbox(self._model):
+            self._prefix.run(lambda: compute_loss(self._model, self._loss, spare), spare, ids, self._choice)
+
     def forward(self) -> AbstractContextManager[Any]:
-        """What the forward pass runs inside of; tell `after` of it when it is done."""
-        return ENGINES[self.name](self.slices)
+        """What a forward pass of the caller's runs inside of; tell `after` of it when it is done."""
+        return ENGINES[self.keeps](self.slices)
 
     def after(self, inside: Any) -> None:
         """Remember what it could not do."""
-        self._untold |= set(getattr(inside, "not_lean", ())) - self._told
-
-    def news(self) -> str | None:
-        """What could not be done, told once."""
-        untold, self._untold = sorted(self._untold), set()
-        self._told.update(untold)
-        return f"not lean: {', '.join(untold)} keep what plain autograd keeps" if untold else None
+        self._not_lean |= set(getattr(inside, "not_lean", ()))
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Clipping and the optimizer's step go inside of this."""
@@ -97,13 +211,17 @@ class Engine:
         """Until `let_go`, the caller's forward passes and the optimizer's step run as ours would."""
         self.let_go()
         self.zero_grad()
-        if self.name != "plain" or self.slices is not None:
+        if self.way.lean or self.slices is not None:
             self._callers = _CallersStep(model, optimizer, self)
 
     def let_go(self) -> None:
         if self._callers is not None:
             self._callers.close()
             self._callers = None
+
+
+def _as_plain(functions: set[str]) -> str:
+    return f"{', '.join(sorted(functions))} keep what plain autograd keeps"
 
 
 class _CallersStep:

@@ -1,0 +1,182 @@
+"""How long one training step takes when the same selection runs on different engines.
+
+    python benchmarks/step.py                      # an hour on one CPU thread; resumable
+    python benchmarks/step.py --device cuda        # some minutes on a GPU
+    python benchmarks/step.py --quick              # one network, one batch size: about a minute
+
+Every way has a copy of the network to itself and takes whole steps (gradients to none, forward, backward, SGD with momentum).
+`full, eager` and `plain freezing` are loops as anyone writes them: `requires_grad` as chosen, norms at rest where nothing is
+chosen. All others are `Session.step` on the engine that is named, with everything that a session does around a step. The last
+quarter or half of the parameter tensors is chosen. `cache`: every batch was seen before, features in the memory of the device.
+GPU: bfloat16 autocast and channels-last for images in all ways.
+
+Ways take turns. CPU: CPU time of one thread, the fastest of each. GPU: synchronised wall time, medians.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import copy
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nets
+import record
+import torch
+from torch import nn
+from training import clock
+
+from pliant import Session, models, recipes
+from pliant.apply import Norms, apply_
+from pliant.engine.features import Features
+from pliant.graph import trainable
+
+NETWORKS = ("mobilenet_v2", "efficientnet_lite0", "resnet50", "vit_tiny", "text_encoder")
+BATCHES = (4, 8, 32, 64)
+SHARES = {"last quarter": 0.25, "last half": 0.5}
+ON_CPU = ("plain", "prefix", "lean", "lean+prefix", "prefix, cache", "auto")
+ON_CUDA = ("plain", "prefix", "lean", "graphs", "prefix+graphs", "lean+graphs", "prefix+graphs, cache", "auto")
+WARM = 16  # steps, so that "auto" has made up its mind
+
+
+def build(name: str, pixels: int) -> nn.Module:
+    return models.efficientnet_lite0(classes=nets.CLASSES) if name == "efficientnet_lite0" else nets.build(name, pixels)
+
+
+def loss_on(device: str) -> Any:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return nets.loss(model, batch)
+
+    return loss if device == "cuda" else nets.loss
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+def plain_loop(model: nn.Module, batch: Any, loss: Any, chosen: set[str]) -> Callable[[], None]:
+    optimizer, params = sgd(model), trainable(model)
+    apply_(params, optimizer, chosen)
+    Norms(model, "chosen").hold_(params, chosen)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+
+    return step
+
+
+def session(model: nn.Module, batch: Any, loss: Any, chosen: set[str], way: str, device: str) -> tuple[Session, Any]:
+    engine, _, cache = way.partition(", ")
+    full = len(chosen) == len(trainable(model))
+    policy = recipes.full() if full else recipes.only(*sorted(chosen))
+    features = Features("8GB", device=device) if cache else None
+    mine = Session(model, sgd(model), loss, policy, engine=engine, cache=features)
+    ids = list(range(len(batch[1]))) if cache else None
+    return mine, lambda: mine.step(batch, ids)
+
+
+def cell(name: str, size: int, share: str, setting: dict[str, Any]) -> dict[str, Any]:
+    device = setting["device"]
+    torch.manual_seed(0)
+    model = build(name, setting["pixels"]).to(device)
+    batch = nets.batch(name, size, setting["pixels"], device)
+    if device == "cuda" and batch[0].dim() == 4:
+        model = model.to(memory_format=torch.channels_last)
+        batch = batch[0].to(memory_format=torch.channels_last), batch[1]
+    loss, names = loss_on(device), list(trainable(model))
+    chosen = set(names[int(len(names) * (1 - SHARES[share])) :])
+    steps: dict[str, Callable[[], Any]] = {
+        "full, eager": plain_loop(copy.deepcopy(model), batch, loss, set(names)),
+        "plain freezing": plain_loop(copy.deepcopy(model), batch, loss, chosen),
+    }
+    sessions = {}
+    if device == "cuda":
+        sessions["full, graphs"], steps["full, graphs"] = session(
+            copy.deepcopy(model), batch, loss, set(names), "graphs", device
+        )
+    for way in setting["ways"]:
+        sessions[way], steps[way] = session(copy.deepcopy(model), batch, loss, chosen, way, device)
+    taken: dict[str, list[float]] = {way: [] for way in steps}
+    for way, step in steps.items():
+        for _ in range(WARM if way in sessions else 3):
+            step()
+    for _ in range(setting["repeats"]):
+        for way, step in steps.items():
+            for _ in range(setting["in_a_row"]):
+                start = clock(device)
+                step()
+                seconds = clock(device) - start
+            taken[way].append(seconds)  # the last of a few: what ran before is out of the caches
+    seconds = {way: (statistics.median if device == "cuda" else min)(several) for way, several in taken.items()}
+    ran = {way: mine.engine for way, mine in sessions.items()}
+    notes = {way: dict(mine.why_not) for way, mine in sessions.items()}
+    for mine in sessions.values():
+        mine.close()
+    return {"network": name, "batch": size, "chosen": share, "seconds": seconds, "ran": ran, "why_not": notes}
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Markdown: milliseconds, and in brackets the share of plain freezing."""
+    ways = list(dict.fromkeys(way for c in cells for way in c["seconds"]))
+    lines = [f"| network | batch | chosen | {' | '.join(ways)} | auto took |", "|" + "---|" * (len(ways) + 4)]
+    for c in cells:
+        plain = c["seconds"]["plain freezing"]
+        row = [
+            f"{c['seconds'][way] * 1e3:.2f} ms ({c['seconds'][way] / plain:.2f})" if way in c["seconds"] else "" for way in ways
+        ]
+        lines.append(f"| {c['network']} | {c['batch']} | {c['chosen']} | {' | '.join(row)} | {c['ran'].get('auto', '')} |")
+    reasons = sorted(
+        {f"{c['network']}, {way}: {why}" for c in cells for way, whys in c["why_not"].items() for why in whys.values()}
+    )
+    if reasons:
+        lines += ["", "Not done:", "", *(f"- {reason}" for reason in reasons)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pixels", type=int, default=None, help="per side (128, or 224 on a GPU)")
+    parser.add_argument("--batches", type=int, nargs="+", default=None)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=None, help="just these")
+    parser.add_argument("--shares", nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument("--ways", nargs="+", default=None, help="engines to try, like 'prefix, cache' or 'lean+graphs'")
+    parser.add_argument("--repeats", type=int, default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cuda = args.device == "cuda"
+    if args.quick:
+        args.networks, args.batches = args.networks or ["mobilenet_v2"], args.batches or [8]
+        args.shares, args.repeats = ["last quarter"], args.repeats or 3
+    setting = {
+        "device": args.device,
+        "pixels": args.pixels or (224 if cuda else 128),
+        "repeats": args.repeats or (15 if cuda else 5),
+        "in_a_row": 3,
+        "ways": args.ways or list(ON_CUDA if cuda else ON_CPU),
+    }
+    out = args.out or record.place("step_quick" if args.quick else "step", args.device)
+    done = record.load(out, setting)
+    known = {(c["network"], c["batch"], c["chosen"]) for c in done}
+    for name in args.networks or NETWORKS:
+        for size in args.batches or BATCHES:
+            for share in args.shares:
+                if (name, size, share) not in known:
+                    done.append(cell(name, size, share, setting))
+                    record.save(out, setting, done, table(done))
+                    print(table(done[-1:]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

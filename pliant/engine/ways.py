@@ -1,0 +1,96 @@
+"""Ways to run a step: what the user allows, and which of them is the fastest here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
+
+
+@dataclass(frozen=True)
+class Way:
+    """Which engines work together on a step; none of them: plain autograd.
+
+    >>> str(Way(lean=True, graphs=True)), str(Way())
+    ('lean+graphs', 'plain')
+    """
+
+    lean: bool = False  # keeps only what the choice needs
+    prefix: bool = False  # what needs no gradient runs as inference, or comes from a cache
+    graphs: bool = False  # a step is one launch
+
+    def __str__(self) -> str:
+        return "+".join(field.name for field in fields(self) if getattr(self, field.name)) or "plain"
+
+
+MODES = tuple(field.name for field in fields(Way))
+
+
+def allowed(engine: str, *, memory_is_short: bool, cuda: bool, caches: bool) -> list[Way]:
+    """The ways that steps may go, the simplest first: one that is named, or what "auto" may pick from.
+
+    "auto-graphs" forbids one; "lean+prefix" forces two. Where memory is short there is no room for copies of weights that
+    inference likes better, nor for what a captured step holds on to. A cache is the prefix engine's.
+
+    >>> [str(way) for way in allowed("auto", memory_is_short=False, cuda=True, caches=False)]
+    ['plain', 'graphs', 'prefix+graphs']
+    """
+    first, *others = engine.split("-")
+    named = others if first == "auto" else [] if engine == "plain" else engine.split("+")
+    if any(name not in MODES for name in named) or len(set(named)) < len(named):
+        raise ValueError(
+            f"engine={engine!r} is not there; choose 'auto', 'plain', or of {', '.join(MODES)} one or several like "
+            f"'lean+graphs'; 'auto-graphs' leaves one out."
+        )
+    if first != "auto":
+        return [Way(**dict.fromkeys(named, True))]
+    may = {name: name not in named for name in MODES}
+    if memory_is_short:
+        return [Way(lean=may["lean"], prefix=caches and may["prefix"])]
+    if caches and may["prefix"]:
+        return [Way(prefix=True, graphs=cuda and may["graphs"])]
+    ways = [Way()]
+    if cuda:
+        ways += [Way(graphs=True), Way(prefix=True, graphs=True), Way(prefix=True)]
+        ways = ways[:3] if may["graphs"] else ways
+    else:
+        ways += [Way(prefix=True), Way(lean=True), Way(lean=True, prefix=True)]
+    return [way for way in ways if all(may[name] or not on for name, on in zip(MODES, astuple(way), strict=True))]
+
+
+class Race:
+    """Real steps go each way in turn until it is known which is the fastest; from then on all go that way."""
+
+    tries = 3  # each, after one that does not count
+    margin = 0.97  # of the time of a simpler way is what another one must stay below
+
+    def __init__(self, ways: Sequence[Way], winner: Way | None = None) -> None:
+        self.ways = list(ways)
+        self.winner = winner if winner in self.ways else self.ways[0] if len(self.ways) == 1 else None
+        self._taken: dict[Way, list[Callable[[], float]]] = {way: [] for way in self.ways}
+        self._steps = 0
+
+    @property
+    def now(self) -> Way:
+        """The way of the coming step."""
+        return self.winner or self.ways[self._steps % len(self.ways)]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some have had their turn, and not all."""
+        return self.winner is None and self._steps > 0
+
+    def see(self, seconds: Callable[[], float]) -> bool:
+        """A step went the way that was due; what it took is read when all have had their turn. Tells whether that is now."""
+        if self.winner is not None:
+            return False
+        self._taken[self.now].append(seconds)
+        self._steps += 1
+        if self._steps < (self.tries + 1) * len(self.ways):
+            return False
+        best = None
+        for way, taken in self._taken.items():
+            least = min(read() for read in taken[1:])
+            if best is None or least < self.margin * best:
+                self.winner, best = way, least
+        self._taken.clear()
+        return True
