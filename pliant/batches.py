@@ -14,7 +14,7 @@ Loss = Callable[[torch.nn.Module, Any], torch.Tensor]  # the user's: a model and
 Around = Callable[[], AbstractContextManager[Any]]  # what the forward pass of a loss runs inside of
 
 
-def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The same structure (tuple, list, dict, named tuple, dataclass, object) with every tensor changed."""
     if isinstance(batch, torch.Tensor):
         return change(batch)

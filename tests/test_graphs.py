@@ -35,12 +35,11 @@ class Stand:
         before, rng = [(t, t.detach().clone()) for t in self._tensors()], torch.get_rng_state()
         baked = [group["lr"] for group in self._optimizer.param_groups]
         value = work().clone()
-        with torch.no_grad():
-            for tensor, was in before:
-                tensor.copy_(was)
-            for p, was in zip(params, found, strict=True):
-                if was is not None:
-                    p.grad.copy_(was)
+        for tensor, was in before:
+            tensor.data.copy_(was)  # a capture runs nothing, and is not noticed
+        for p, was in zip(params, found, strict=True):
+            if was is not None:
+                p.grad.copy_(was)
         torch.set_rng_state(rng)
         grads = [p.grad for p in params]
 
@@ -50,9 +49,12 @@ class Stand:
                 group["lr"] = lr
             for p, grad, was in zip(params, grads, found, strict=True):
                 p.grad = None if was is None else grad
+            versions = [(t, t._version) for t in (*params, *self._model.buffers())]
             try:
                 value.copy_(work())
             finally:
+                for tensor, version in versions:
+                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # nor is a replay
                 for group, lr in zip(self._optimizer.param_groups, users, strict=True):
                     group["lr"] = lr
             with torch.no_grad():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import count
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -15,11 +16,11 @@ import torch
 from torch import nn
 
 from pliant.apply import sandbox
-from pliant.batches import Loss, map_tensors
+from pliant.batches import Loss, map_tensors, tensors
 from pliant.engine.features import Features
-from pliant.engine.graphs import Graphs
-from pliant.engine.lean import Lean
-from pliant.engine.prefix import Prefix
+from pliant.engine.graphs import Graphs, Work
+from pliant.engine.lean import Lean, norms_at_rest, watch_norms
+from pliant.engine.prefix import Found, Prefix
 from pliant.engine.slices import Sliced, Slices, check_elementwise
 from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import compute_loss
@@ -45,6 +46,7 @@ class Engine:
         self.slices: Slices | None = None
         self.race = Race(self._allowed(memory_is_short=False))
         self._prefix = Prefix(model, features)
+        watch_norms(model)
         self._graphs: Graphs | None = None
         self._choice: Hashable = None
         self._told: dict[str, str] = {}
@@ -155,29 +157,55 @@ class Engine:
         run from Python, if it must.
         """
         way, misses = self.way, self.features.misses if self.features is not None else 0
-        if self.slices is not None:
+        by_graph = way.graphs and self._graphs is not None
+        if by_graph and self.slices is not None:
             eager = "channels are chosen"
-        elif self.features is not None:
-            eager = "features come from a cache"
-
-        def work(batch: Any) -> torch.Tensor:
-            with ENGINES[self.keeps](self.slices) as inside:
-                value = self._forward(batch, ids)
-            self.after(inside)
-            return finish(value)
-
-        if way.graphs and self._graphs is not None and eager is None:
-            kind = self._choice, str(way), part, self._prefix.signature() if way.prefix else None
-            value = self._graphs.step(batch, work, choice=kind, first=part[0])
-        else:
+        if not by_graph or eager is not None:
             if self._graphs is not None:
                 self._graphs.why_not = eager
-            value = work(batch)
+            value = finish(self._loss_of(batch, ids))
+        elif self.features is not None and ids is not None and way.prefix:
+            value = self._take_cached(batch, ids, finish, part)
+        else:
+            value = self._captured(batch, lambda batch: finish(self._loss_of(batch, None)), part)
         if self.features is not None:
             self.missed = self.features.misses > misses
         return value
 
-    def _forward(self, batch: Any, ids: Any) -> torch.Tensor:
+    def _captured(self, batch: Any, work: Work, part: tuple[bool, bool], needed: Hashable = None) -> torch.Tensor:
+        assert self._graphs is not None
+        # What is made of weights once, a captured step holds on to.
+        made = self._prefix.signature() if self.way.prefix else None, norms_at_rest(self._model) if self.way.lean else None
+        return self._graphs.step(batch, work, choice=(self._choice, str(self.way), part, made, needed), first=part[0])
+
+    def _take_cached(
+        self, batch: Any, ids: Any, finish: Callable[[torch.Tensor], torch.Tensor], part: tuple[bool, bool]
+    ) -> torch.Tensor:
+        """A step from the cache reads the features and what else of the batch is needed; what fills the cache runs eagerly."""
+        if not self._prefix.knows(batch, ids, self._choice):
+            self._rehearse(batch, ids)
+        found = self._prefix.find(batch, ids, self._choice)
+        if found is None or found.rows is None:
+            return finish(self._loss_of(batch, ids, found))
+        needed = found.needed
+        own = [tensor for i, tensor in enumerate(tensors(batch)) if i in needed]
+        bare = map_tensors(batch, lambda tensor: None)
+
+        def work(given: Any) -> torch.Tensor:
+            rows, own, _ = given
+            ones, places = iter(own), count()
+            there = map_tensors(batch, lambda tensor: next(ones) if next(places) in needed else tensor)
+            return finish(self._loss_of(there, ids, Found(rows, needed)))
+
+        return self._captured((found.rows, own, bare), work, part, needed)
+
+    def _loss_of(self, batch: Any, ids: Any, found: Found | None = None) -> torch.Tensor:
+        with ENGINES[self.keeps](self.slices) as inside:
+            value = self._forward(batch, ids, found)
+        self.after(inside)
+        return value
+
+    def _forward(self, batch: Any, ids: Any, found: Found | None) -> torch.Tensor:
         def forward() -> torch.Tensor:
             return compute_loss(self._model, self._loss, batch)
 
@@ -185,7 +213,7 @@ class Engine:
             return forward()
         if not self._prefix.knows(batch, ids, self._choice):
             self._rehearse(batch, ids)
-        return self._prefix.run(forward, batch, ids, self._choice)
+        return self._prefix.run(forward, batch, ids, self._choice, found)
 
     def _rehearse(self, batch: Any, ids: Any) -> None:
         """One pass that leaves no trace, so that the program is known and every step of a choice runs the same way."""

@@ -83,6 +83,7 @@ class _Captured:
     rates: list[torch.Tensor]  # one per group
     given: list[Any]  # what each holds, as the user wrote it
     counts: list[tuple[torch.Tensor, torch.Tensor]]  # Adam's: the user's, on the CPU, and the one that the kernels read
+    writes: list[torch.Tensor]  # weights that train, and buffers of modules in training mode
     at: tuple[int, ...]  # addresses that are baked in
     holds_counts: bool = False  # whether the kernels' counts are the user's
 
@@ -175,7 +176,10 @@ class Graphs:
         finally:
             torch.clear_autocast_cache()
         grads = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
-        captured = self._known[key] = _Captured(replay, value, static, grads, rates, given, counts, at)
+        writes = [param for group in groups for param in group["params"] if param.requires_grad]
+        for module in self._modules:
+            writes += [buffer for buffer in module._buffers.values() if buffer is not None and module.training]
+        captured = self._known[key] = _Captured(replay, value, static, grads, rates, given, counts, writes, at)
         self.captures += 1
         while len(self._known) > _KEPT:
             old, _ = self._known.popitem(last=False)
@@ -199,6 +203,7 @@ class Graphs:
             for users, kernels in captured.counts:
                 kernels.copy_(users)
         captured.replay()
+        torch.autograd.graph.increment_version(captured.writes)  # as eager steps do: others watch for it
         self.replays += 1
         if captured.counts:
             torch._foreach_add_([users for users, _ in captured.counts], 1)

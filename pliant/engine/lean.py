@@ -382,7 +382,8 @@ class _Scaled(torch.autograd.Function):
 
 def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """What a norm at rest multiplies with; computed again when a statistic or the weight was written to."""
-    state = dims, eps, *((id(t), t.data_ptr(), t._version) for t in (var, weight) if t is not None)
+    sources = var, weight, _COUNTERS.get(var)
+    state = dims, eps, *[(id(t), t.data_ptr(), t._version) for t in sources if t is not None]
     known = _SCALES.get(var)
     if known is None or known[0] != state:
         scale = (var.detach() + eps).rsqrt_()
@@ -392,6 +393,26 @@ def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float
 
 
 _SCALES: Any = WeakTensorKeyDictionary()
+_COUNTERS: Any = WeakTensorKeyDictionary()  # a norm writes to its statistics without saying so, but counts when it does
+
+
+def watch_norms(model: torch.nn.Module) -> None:
+    """From now on a change of these norms' statistics is noticed."""
+    for module in model.modules():
+        var, counter = getattr(module, "running_var", None), getattr(module, "num_batches_tracked", None)
+        if isinstance(var, torch.Tensor) and isinstance(counter, torch.Tensor):
+            _COUNTERS[var] = counter
+
+
+def norms_at_rest(model: torch.nn.Module) -> tuple[Any, ...]:
+    """Changes when a norm at rest was written to, of which the lean engine holds what it multiplies with."""
+    return tuple(
+        (tensor.data_ptr(), tensor._version)
+        for module in model.modules()
+        if not module.training and isinstance(getattr(module, "running_var", None), torch.Tensor)
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    )
 
 
 _CONVOLUTIONS: tuple[Any, ...] = (torch.conv1d, torch.conv2d, torch.conv3d)

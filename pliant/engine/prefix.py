@@ -12,6 +12,7 @@ import gc
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -53,6 +54,14 @@ _ANY_LAYOUT = frozenset((
 ))
 # fmt: on
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a cache holds for a batch."""
+
+    rows: tuple[torch.Tensor, ...] | None  # what the part gives; None: a sample is missing
+    needed: frozenset[int]  # which of the batch's tensors are read besides
 
 
 class Prefix:
@@ -99,10 +108,12 @@ class Prefix:
         batch: Any,
         ids: Sequence[Hashable] | torch.Tensor | None = None,
         choice: Hashable = None,
+        found: Found | None = None,
     ) -> torch.Tensor:
         """forward() (the user's loss of this batch), what needs no gradient as inference or from the cache.
 
-        `choice` stands for what is chosen besides whole parameters: with another one, other programs apply.
+        `choice` stands for what is chosen besides whole parameters: with another one, other programs apply. `found` is what
+        `find` found, if that was asked before: what it gives is then taken from there.
         """
         if self._strayed >= _STRAYED + self._followed // 20:
             self.reasons["prefix"] = "the program changes from step to step"
@@ -121,16 +132,31 @@ class Prefix:
         is_cached = kept and plan.program.uncacheable is None
         if plan.is_idle or not (plan.pays or is_cached):
             return forward()
-        found = None
-        if is_cached and ids is not None and self.features is not None:
-            shapes = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
+        rows = found.rows if found is not None else None
+        if is_cached and found is None:
             with unwatched():
-                if plan.like is None:
-                    plan.like = next((one.like for one in self._alike if plan.keeps_like(one)), next(_NEW))
-                    self._alike = [*self._alike[1 - _PROGRAMS :], plan]
-                self.features.begin((inside, shapes, plan.like, plan.signature()))
-                found = self.features.get(ids, plan.values[plan.frontier[0]].device)
-        return self._follow(key, plan, forward, tensors, ids if is_cached else None, found)
+                rows = self._look_up(plan, inside, tensors, ids)
+        return self._follow(key, plan, forward, tensors, ids if is_cached else None, rows)
+
+    def find(self, batch: Any, ids: Any, choice: Hashable = None) -> Found | None:
+        """What the cache holds for a batch, without running anything; None where its program is not known or not kept."""
+        with unwatched():
+            tensors = list(batches.tensors(batch))
+            key, _ = self._key(tensors, True, choice)
+            plan = self._programs.get(key)
+            if plan is None or plan.is_idle or plan.program.uncacheable is not None or self.features is None:
+                return None
+            self._last = plan
+            return Found(self._look_up(plan, key[1], tensors, ids), plan.needed(tensors))
+
+    def _look_up(self, plan: _Plan, inside: Hashable, batch: list[torch.Tensor], ids: Any) -> Any:
+        assert self.features is not None
+        if plan.like is None:
+            plan.like = next((one.like for one in self._alike if plan.keeps_like(one)), next(_NEW))
+            self._alike = [*self._alike[1 - _PROGRAMS :], plan]
+        shapes = tuple((tensor.shape[1:], tensor.dtype) for tensor in batch)
+        self.features.begin((inside, shapes, plan.like, plan.signature()))
+        return self.features.get(ids, plan.values[plan.frontier[0]].device)
 
     def knows(self, batch: Any, ids: Any = None, choice: Hashable = None) -> bool:
         """Whether `run` would follow a program, and not record one."""
@@ -177,7 +203,8 @@ class Prefix:
         self, key: Hashable, plan: _Plan, forward: Callable[[], torch.Tensor], batch: list[torch.Tensor], ids: Any, found: Any
     ) -> torch.Tensor:
         program = plan.program
-        drawn = random_state() if found is not None else None
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        drawn = random_state() if found is not None and not captures else None
         mode = _Hit(plan, batch, found) if found is not None else _Miss(plan, batch, self._weights, ids is not None)
         try:
             try:
@@ -282,6 +309,13 @@ class _Plan:
     def _is_watched(self, call: Call) -> bool:
         """Whether there is something to do at a call, or to see to."""
         return call.kind == "part" or any(number >= 0 and self.values[number].in_part for number in call.reads)
+
+    def needed(self, batch: list[torch.Tensor]) -> frozenset[int]:
+        """Which tensors of a batch are read by other calls than those that a hit leaves out."""
+        numbers = {id(tensor): number for number, tensor in enumerate({id(one): one for one in batch}.values())}
+        left_out = {at for at in self.part if at not in self.again}
+        read = [not left_out.issuperset(self.values[numbers[id(tensor)]].readers) for tensor in batch]
+        return frozenset(i for i, is_read in enumerate(read) if is_read)
 
     def signature(self) -> Hashable:
         return tuple([None if leaf is None else (leaf.data_ptr(), leaf._version) for leaf in (one() for one in self.leaves)])

@@ -1,0 +1,122 @@
+"""Whatever runs a step: over a hundred steps with changing choices, weights end where plain freezing brings them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_graphs import DEVICES, Stand
+from torch import nn
+
+from pliant import Policy, Session, measure, schedule, score, solve, units
+from pliant.data import ids_of, with_ids
+from pliant.engine.features import Features
+
+ENGINES = ["lean", "prefix", "lean+prefix", "graphs", "lean+graphs", "prefix+graphs", "lean+prefix+graphs"]
+
+
+class Residual(nn.Module):
+    """Convolutions with norms, an in-place activation, and a branch that skips some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU6(inplace=True))
+        self.deep = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.BatchNorm2d(6), nn.Hardswish())
+        self.last = nn.Conv2d(6, 6, 1)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        x = x + self.last(self.deep(x))
+        return self.head(x.mean((2, 3)))
+
+
+class Words(nn.Module):
+    """Token ids through attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(x)).mean(1))
+
+
+def classify(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    device = next(model.parameters()).device
+    return F.cross_entropy(model(x.to(device)), y.to(device))
+
+
+def samples(kind: type[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    x = torch.randint(0, 20, (22, 5)) if kind is Words else torch.randn(22, 3, 6, 6, dtype=torch.float64)
+    return list(zip(x, torch.randint(0, 4, (22,)), strict=True))
+
+
+def train(kind: type[nn.Module], engine: str, device: str, steps: int, cached: bool, every: int) -> tuple[list[Any], Session]:
+    torch.manual_seed(0)
+    model = kind().double().to(device)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.3, 0.3)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5, momentum=0.9)
+    words = units.tensors(), score.random(), measure.counted, solve.sample(3), schedule.every(steps=every)
+    policy = Policy(*words, name="by lot")
+    loader = torch.utils.data.DataLoader(with_ids(samples(kind)), batch_size=5)
+    features = Features("4MB", device=device) if cached else None
+    session = Session(model, optimizer, classify, policy, engine=engine, cache=features, steps_per_epoch=5)
+    if device == "cpu" and "graphs" in engine:
+        session._engine._cuda = True
+        session._engine.step_with(optimizer)
+    chosen = []
+    with session:
+        while len(chosen) < steps:
+            for batch in loader:
+                assert ids_of(batch) is not None
+                session.step(batch)
+                chosen.append(sorted(session.selection.params))
+        values = [value.clone() for value in model.state_dict().values()]
+    return [chosen, *values], session
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", [Residual, Words])
+def test_a_hundred_steps_end_where_plain_ones_do(
+    kind: type[nn.Module], engine: str, cached: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cached and "prefix" not in engine:
+        pytest.skip("a cache is the prefix engine's")
+    if device == "cpu":
+        stand_in(monkeypatch)
+    every = 20 if cached else 7
+    (chosen, *mine), session = train(kind, engine, device, 100, cached, every)
+    (same, *plain), _ = train(kind, "plain", device, 100, False, every)
+    assert chosen == same and len({tuple(names) for names in chosen}) > 2
+    for a, b in zip(mine, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    if cached:
+        assert session._engine.features is not None
+        assert session._engine.features.hits > 100, session.why_not
+    if "graphs" in engine:
+        assert session._engine._graphs is not None
+        assert session._engine._graphs.replays > 20, session.why_not
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured without a GPU."""
+    from pliant.engine import graphs
+
+    made = graphs.Graphs.__init__
+
+    def init(self: Any, model: nn.Module, loss: Any, optimizer: torch.optim.Optimizer, capture: Any = None) -> None:
+        made(self, model, loss, optimizer, capture or Stand(model, optimizer))
+
+    monkeypatch.setattr(graphs.Graphs, "__init__", init)
