@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant.graph import BIAS, Graph, Node
-from pliant.profile import KEPT, Charge, Profile
-from pliant.recorder import CARRIERS, MASKS
+from pliant.profile import AGAIN, KEPT, Charge, Profile
+from pliant.recorder import CARRIERS, MASKS, Saves
 from pliant.types import Cost
 
 PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
@@ -83,21 +83,34 @@ class Sizes:
 
 @dataclass(frozen=True)
 class _Timeline:
-    """The moments of a step: operations of the forward pass that may be its peak, the nodes of backward, the optimizer."""
+    """The moments of a step: operations of the forward pass that may be its peak, the nodes of backward, the optimizer.
+
+    Before a node for which a checkpoint computes its part again: the operations of that part that may be its peak.
+    """
 
     forward: Sequence[int]  # operations, the end of the forward pass last
     nodes: int
     updates: int
+    again: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by node
 
     def forward_since(self, operation: int) -> int:
         return bisect.bisect_left(self.forward, operation)
 
     def node(self, i: int) -> int:
-        return len(self.forward) + i
+        return self.begin(i) + len(self.again.get(i, ()))
+
+    def begin(self, i: int, operation: int = 0) -> int:
+        """When a node begins; with `operation`, when what is computed again for it has come that far."""
+        return len(self.forward) + i + self._before[i] + bisect.bisect_left(self.again.get(i, ()), operation)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """How many moments of computing again lie before each node begins."""
+        return np.cumsum([0, *(len(self.again.get(i, ())) for i in range(self.nodes))]).tolist()
 
     @property
     def update(self) -> int:
-        return len(self.forward) + self.nodes
+        return self.begin(self.nodes)
 
     @property
     def end(self) -> int:
@@ -111,13 +124,14 @@ def profile(graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any],
     inference[highest] = max(inference[highest], sizes.inference)  # some tensors live longer than they are used
     peaks = _suffix_maxima(inference)
     scratch = _scratch_moments(sizes)
-    line = _Timeline([*peaks, len(graph.inference)], len(graph.nodes), len(scratch))
+    again = {part.node: _suffix_maxima(part.inference) for part in graph.again}
+    line = _Timeline([*peaks, len(graph.inference)], len(graph.nodes), len(scratch), again)
     moments = (*(inference[k] for k in peaks), *[0] * (line.end - len(peaks)))
     builder = _Builder(graph, times, sizes, line, accumulate)
 
-    # What is kept for backward stands first, since a charge may only point to later ones. Nodes are pointed to by their number
+    # What is kept stands first, since a charge may only point to later ones. Nodes are pointed to by their number
     # until it is known where their charges begin.
-    first = [*builder.kept(), *(charge for name in graph.params for charge in builder.param(name, scratch))]
+    first = [*builder.kept(), *builder.again(), *(charge for name in graph.params for charge in builder.param(name, scratch))]
     nodes = [builder.node(i) for i in range(len(graph.nodes))]
     at = np.cumsum([len(first), *(len(several) for several in nodes)]).tolist()
     charges = [*first, *(charge for several in nodes for charge in several)]
@@ -143,9 +157,39 @@ class _Builder:
         return both + [replace(charge, engine=engine) for charge, engine in apart] + self._unpacked() + self._scales()
 
     def _kept(self, engine: str) -> list[Charge]:
+        saves = (node.saves if engine == "plain" or node.lean is None else node.lean for node in self.graph.nodes)
+        out = []
+        for storage, (size, params, nodes, last) in self._storages(enumerate(saves), engine).items():
+            live = self.line.forward_since(self.graph.gone.get(storage, 0)), self.line.node(last) + 1
+            out.append(Charge(KEPT, Cost(bytes=size), params, nodes, live))
+        return out
+
+    def again(self) -> list[Charge]:
+        """What checkpoints compute again: what lives during the operations of it that may be its peak, and what is then kept.
+
+        Like the forward pass itself: only operations that something chosen lies at or behind keep anything.
+        """
+        out = []
+        for part in self.graph.again:
+            kept = self._storages(part.saves.items(), "plain")
+            for storage, (size, params, nodes, last) in kept.items():
+                live = self.line.begin(part.node, part.gone.get(storage, 0)), self.line.node(last) + 1
+                out.append(Charge(AGAIN, Cost(bytes=size), params, nodes, live))
+            params = tuple(dict.fromkeys(p for _, several, _, _ in kept.values() for p in several))
+            nodes = tuple({i for _, _, several, _ in kept.values() for i in several})
+            for k in self.line.again[part.node]:
+                at = self.line.begin(part.node, k)
+                out.append(Charge(AGAIN, Cost(bytes=part.inference[k]), params, nodes, (at, at + 1)))
+        return out
+
+    def _storages(
+        self, saves: Iterable[tuple[int, Saves]], engine: str
+    ) -> dict[int, tuple[int, tuple[str, ...], tuple[int, ...], int]]:
+        """For each storage: its bytes, the parameters and the nodes that it is kept for, and the last node that holds it."""
         found: dict[int, tuple[int, list[str], list[int], int]] = {}
-        for i, node in enumerate(self.graph.nodes):
-            for storage, size, favoured in node.saves if engine == "plain" or node.lean is None else node.lean:
+        for i, several in saves:
+            node = self.graph.nodes[i]
+            for storage, size, favoured in several:
                 size, params, nodes, _ = found.get(storage, (size, [], [], i))
                 waiting = i if favoured is None else node.inputs[favoured]
                 if self._is_statistics(node, size) or (engine == "lean" and self._moves_when_chosen(node)):
@@ -155,12 +199,11 @@ class _Builder:
                 elif waiting is not None:
                     nodes.append(waiting)
                 found[storage] = size, params, nodes, i
-        out = []
-        for storage, (size, params, nodes, last) in found.items():
-            if params or nodes:
-                live = self.line.forward_since(self.graph.gone.get(storage, 0)), self.line.node(last) + 1
-                out.append(Charge(KEPT, Cost(bytes=size), tuple(dict.fromkeys(params)), tuple(nodes), live))
-        return out
+        return {
+            storage: (size, tuple(dict.fromkeys(params)), tuple(nodes), last)
+            for storage, (size, params, nodes, last) in found.items()
+            if params or nodes
+        }
 
     def _unpacked(self) -> list[Charge]:
         """Where the lean engine keeps a mask or small indices, backward sees whole ones in their place for a moment."""
@@ -231,11 +274,21 @@ class _Builder:
             change[i] -= self.graph.nodes[i].made
         return [int(held) for held in np.cumsum(change)[:-1]]
 
-    def _beside_what_waits(self, i: int, measured: int) -> int:
-        """What lives while a node runs, without what waits for others: the gradients that flow in and out at the least."""
+    @cached_property
+    def _computed_again(self) -> list[int]:
+        """Bytes of what checkpoints computed again that live while each node runs, if everything trains."""
+        change = np.zeros(len(self.graph.nodes) + 1, np.int64)
+        for part in self.graph.again:
+            for size, _, _, last in self._storages(part.saves.items(), "plain").values():
+                change[part.node] += size
+                change[last + 1] -= size
+        return [int(held) for held in np.cumsum(change)[:-1]]
+
+    def _own(self, i: int, measured: int) -> int:
+        """What lives while a node runs, without what lives for others: the gradients that flow in and out at the least."""
         node = self.graph.nodes[i]
-        own = node.made + sum(self.graph.nodes[k].made for k in node.data)
-        return max(measured - self._waiting[i], min(measured, own))
+        least = node.made + sum(self.graph.nodes[k].made for k in node.data)
+        return max(measured - self._waiting[i] - self._computed_again[i], min(measured, least))
 
     def node(self, i: int) -> list[Charge]:
         """A node's charges: to run at all; its input gradients; each parameter's gradient; what its parameters share."""
@@ -244,19 +297,18 @@ class _Builder:
         now = self.line.node(i), self.line.node(i) + 1
         upstream = node.data
         everything, inputs = float(times.everything[i]), float(times.inputs[i])
-        whole = max(self.sizes.everything[i], self.sizes.inputs[i])
+        whole = self._own(i, max(self.sizes.everything[i], self.sizes.inputs[i]))
         if node.carrier:
             return [Charge(name, Cost((everything + times.unseen) * n, whole), node.params, (), now)]
         if node.whole:
             macs = node.macs * len(node.params + node.data)
             return [Charge(name, Cost((everything + times.unseen) * n, whole, macs * n), node.params, upstream, now)]
-        flow = self._beside_what_waits(i, self.sizes.inputs[i]) if node.data else 0
-        whole = self._beside_what_waits(i, whole)
+        flow = self._own(i, self.sizes.inputs[i]) if node.data else 0
         taken_in = min(node.made, flow or whole)  # the gradient that flows into it
         run = times.unseen
         if node.recomputes:  # whatever is asked of it
             run, everything, inputs = run + inputs, everything - inputs, 0.0
-        out = [Charge(name, Cost(run * n, taken_in), node.params, upstream, (self.line.node(self._waits_since[i]), now[1]))]
+        out = [Charge(name, Cost(run * n, taken_in), node.params, upstream, (self.line.begin(self._waits_since[i]), now[1]))]
         if node.data and node.op in PRODUCTS:
             for behind in node.data:
                 cost = Cost(inputs / len(node.data) * n, 0, _gradient_macs(node, behind) * n)

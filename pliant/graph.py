@@ -17,7 +17,7 @@ from torch import nn
 
 from pliant import batches
 from pliant.batches import Loss
-from pliant.recorder import CARRIERS, NothingKept, Recorder, op_name
+from pliant.recorder import CARRIERS, NothingKept, Recorder, Saves, op_name
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
@@ -45,8 +45,8 @@ class Node:
     made: int = 0
     moved: int = 0
     recomputes: bool = False
-    saves: tuple[tuple[int, int, int | None], ...] = ()
-    lean: tuple[tuple[int, int, int | None], ...] | None = None
+    saves: Saves = ()
+    lean: Saves | None = None
 
     @property
     def is_norm(self) -> bool:
@@ -64,6 +64,24 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Again:
+    """A checkpoint's part of the forward pass, which backward computes again before the first of its nodes runs.
+
+    `saves` maps its nodes (by index) to what they then keep until they have run; what is there anyway has 0 bytes, but PyTorch
+    computes everything up to there. `inference` and `gone` are as in `Graph`, of what this part makes itself.
+    """
+
+    saves: Mapping[int, Saves]
+    inference: tuple[int, ...]
+    gone: Mapping[int, int]
+
+    @property
+    def node(self) -> int:
+        """The first of its nodes that runs backward."""
+        return min(self.saves)
+
+
+@dataclass(frozen=True)
 class Graph:
     """A backward graph as plain data, nearest the loss first.
 
@@ -71,7 +89,7 @@ class Graph:
     names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters of the
     module nearest the loss. `inference` are the bytes that live during each operation of the forward pass if nothing is kept
     for backward; `gone` maps each storage that is kept to the operation before which it would then be freed. `shapes` maps
-    every trainable parameter to its shape.
+    every trainable parameter to its shape. `again` is what checkpoints compute twice.
     """
 
     nodes: tuple[Node, ...]
@@ -84,6 +102,7 @@ class Graph:
     inference: tuple[int, ...] = (0,)
     gone: Mapping[int, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    again: tuple[Again, ...] = ()
 
     def order(self) -> dict[str, int]:
         """For each used parameter, the node furthest from the loss that needs it."""
@@ -193,9 +212,11 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
             "Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
         )
     recorder.settle(live)
+    again = tuple(Again(*part) for part in recorder.again(live))
+    recomputing = {part.node for part in again}
     nodes = []
-    for node, (inputs, carrier) in zip(live, wiring(live, params), strict=True):
-        params_here = [i for i in inputs if isinstance(i, str)]
+    for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, params), strict=True)):
+        params_here = [name for name in inputs if isinstance(name, str)]
         work = recorder.work(node)
         nodes.append(
             Node(
@@ -205,8 +226,8 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
                 carrier,
                 isinstance(node, torch.autograd.function.BackwardCFunction),
                 *work,
-                node._sequence_nr() in recorder.recomputing,
-                recorder.saves(node, inputs),
+                i in recomputing,
+                recorder.saves(node),
                 recorder.lean(node, work[1]),
             )
         )
@@ -222,6 +243,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         sum(ran.macs for several in recorder.ran.values() for ran in several),
         *recorder.lives(),
         shapes={name: tuple(param.shape) for name, param in params.items()},
+        again=again,
     )
 
 

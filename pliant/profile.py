@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from pliant.types import Cost, Part, ProfileMismatch, Unit, write_aside
 
 KEPT = "kept"
-KINDS = (KEPT, "optimizer", "gradient", "scratch", "dX", "dW")
+AGAIN = "again"
+KINDS = (KEPT, AGAIN, "optimizer", "gradient", "scratch", "dX", "dW")
 ENGINES = ("plain", "lean")  # that costs are known for
 
 

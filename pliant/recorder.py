@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pliant import batches
 from pliant.memory import storage, when_freed
+
+# What a node keeps for backward: (storage, bytes, the input for whose gradient it is kept, or None).
+Saves = tuple[tuple[int, int, int | None], ...]
 
 # Backward operations that hand a weight's gradient on without being its layer: transposes, casts, views, slices.
 # fmt: off
@@ -68,6 +72,15 @@ class _Life:
     ref: Any = None
 
 
+@dataclass
+class _Region:
+    """What ran inside a checkpoint: its operations up to the last that saves something, and what they save, by number."""
+
+    since: int
+    until: int
+    saved: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+
 class NothingKept(RuntimeError):
     """The forward pass itself wants back what was saved for backward."""
 
@@ -90,8 +103,9 @@ class Recorder:
         self._keep = keep
         standing = [*model.parameters(), *model.buffers(), *batches.tensors(batch)]
         self._standing = {storage(tensor)[0] for tensor in standing}
-        self.recomputing: set[int] = set()  # the last number of each checkpoint: backward begins there
-        self._regions: list[tuple[int, int, int]] = []  # checkpoints: (first number, storage, bytes) of what they keep
+        self._kept_inputs: list[tuple[int, int, int]] = []  # of checkpoints: (first number, storage, bytes)
+        self._regions: list[_Region] = []
+        self._inside: dict[int, list[tuple[int, int]]] = {}  # what nodes inside of checkpoints would save, by number
         self._lives: list[_Life] = []
         self._now: dict[int, _Life] = {}  # by the name of a storage that lives now
         self.tick = 0  # operations so far
@@ -101,13 +115,16 @@ class Recorder:
         for name, module in self.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
             self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._mode = _Counter(self)
         self._hooks.__enter__()
         self._mode.__enter__()
+        enter = self._enter_hooks = saved_tensors_hooks.__enter__
+        saved_tensors_hooks.__enter__ = lambda hooks: enter(self._watched(hooks))  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: Any) -> None:
+        saved_tensors_hooks.__enter__ = self._enter_hooks  # type: ignore[method-assign]
         self._mode.__exit__(*error)
         self._hooks.__exit__(*error)
         for handle in self._handles:
@@ -123,11 +140,25 @@ class Recorder:
         self._stack.pop()
         self._events.append((_sequence(), self._stack[-1]))
 
+    def _watched(self, hooks: Any) -> Any:
+        """Inside a checkpoint its hooks take the place of ours: what they are given is noted."""
+        if isinstance(hooks, checkpoint._checkpoint_hook):
+            self._regions.append(_Region(self.tick, self.tick))
+            hooks.pack_hook = partial(self._pack_inside, self._regions[-1], hooks.pack_hook)
+        return hooks
+
+    def _pack_inside(self, region: _Region, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        life = self._life(tensor)
+        is_own = life is not None and life.since >= region.since  # its inputs are there anyway
+        region.saved.setdefault(_sequence() - 1, []).append((life.number, life.size) if life and is_own else (-1, 0))
+        region.until = self.tick
+        return pack(tensor)
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         life = self._life(tensor)
         key, size = (life.number, life.size) if life is not None else (-1, 0)
         if _is_checkpoints_own():
-            self._regions.append((_sequence(), key, size))
+            self._kept_inputs.append((_sequence(), key, size))
         else:
             self.saved.setdefault(_sequence() - 1, []).append((key, size))
             self._saved_at.setdefault(_sequence() - 1, max(self.tick - 1, 0))
@@ -161,41 +192,55 @@ class Recorder:
 
     def lives(self) -> tuple[tuple[int, ...], dict[int, int]]:
         """`Graph.inference` and `Graph.gone`."""
-        change, gone = np.zeros(self.tick + 2, np.int64), {}
+        inference, gone = self._lives_of(0, self.tick + 1)
+        gone |= {_mask(sequence): since for sequence, since in self._saved_at.items()}
+        return inference[: max(self.tick, 1)], gone
+
+    def _lives_of(self, start: int, end: int) -> tuple[tuple[int, ...], dict[int, int]]:
+        """What operations from `start` up to `end` made: the bytes of it that live during each, and when each is gone."""
+        change, gone = np.zeros(end - start + 1, np.int64), {}
         for life in self._lives:
+            if not start <= life.since < end:
+                continue
             if life.is_copy and life.saved and life.seen == life.since:  # made for backward: without it, it is not there
-                gone[life.number] = life.since
+                gone[life.number] = life.since - start
                 continue
             until = life.until if life.until is not None and not self._keep else life.seen + 1
-            until = min(until, self.tick + 1)
-            change[life.since] += life.size
-            change[until] -= life.size
-            gone[life.number] = until
-        gone |= {_mask(sequence): since for sequence, since in self._saved_at.items()}
-        return tuple(np.cumsum(change)[: max(self.tick, 1)].tolist()), gone
+            until = min(until, end)
+            change[life.since - start] += life.size
+            change[until - start] -= life.size
+            gone[life.number] = until - start
+        return tuple(np.cumsum(change)[:-1].tolist()), gone
+
+    def again(self, live: Sequence[Any]) -> Iterable[tuple[dict[int, Saves], tuple[int, ...], dict[int, int]]]:
+        """For each checkpoint, what `graph.Again` holds."""
+        for region in self._regions:
+            found = {i: region.saved.get(node._sequence_nr()) for i, node in enumerate(live)}
+            saves = {i: _with_favoured(live[i], several) for i, several in found.items() if several is not None}
+            if saves:
+                yield saves, *self._lives_of(region.since, region.until)
 
     def settle(self, live: Sequence[Any]) -> None:
         """Give every node what it keeps.
 
         An in-place operation that keeps its input copies it first, under the next number. What a checkpoint keeps (its inputs)
-        stays as long as any node of its region does: those that follow and keep nothing themselves.
+        stays as long as any node of its region for which it will compute something again.
         """
         ops = {node._sequence_nr(): op_name(node).lower() for node in live}
         for sequence, ran in list(self.ran.items()):
             if sequence not in ops and any(one.name == f"{ops.get(sequence - 1)}_" for one in ran):
                 self.ran.setdefault(sequence - 1, []).extend(ran)
-                self.saved.setdefault(sequence - 1, []).extend(self.saved.pop(sequence, []))
+                for saved in (self.saved, *(region.saved for region in self._regions)):
+                    if sequence in saved:
+                        saved.setdefault(sequence - 1, []).extend(saved.pop(sequence))
                 self._saved_at.setdefault(sequence - 1, self._saved_at.pop(sequence, 0))
-        weights = {node._sequence_nr() for node in live if _hands_on_a_parameter(node)}
-        visible = sorted(sequence for sequence in ops if self.saved.get(sequence))
-        starts = sorted({start for start, _, _ in self._regions})
-        for start, key, size in self._regions:
-            later = bisect.bisect_right(starts, start)
-            end = min(starts[later : later + 1] + visible[bisect.bisect_left(visible, start) :][:1], default=start)
-            inside = [n for n in ops if start <= n < end and n not in weights]
-            for sequence in inside:
-                self.saved.setdefault(sequence, []).append((key, size))
-            self.recomputing.update([max(n for n in inside if ops[n] != "add")] if any(ops[n] != "add" for n in inside) else [])
+        self._inside = {n: found for region in self._regions for n, found in region.saved.items()}
+        starts = sorted({start for start, _, _ in self._kept_inputs})
+        for start, key, size in self._kept_inputs:
+            end = next((later for later in starts if later > start), None)
+            for sequence in self._inside:
+                if start <= sequence and (end is None or sequence < end):
+                    self.saved.setdefault(sequence, []).append((key, size))
 
     def work(self, node: Any) -> tuple[int, int, int, int]:
         """MACs, output elements and bytes, and bytes moved of a node's forward.
@@ -213,14 +258,15 @@ class Recorder:
             return mine[0].macs, mine[0].outputs, mine[0].made, mine[0].moved
         return (0, ran[0].outputs, ran[0].made, ran[0].moved) if ran else (0, 0, 0, 0)
 
-    def saves(self, node: Any, inputs: Sequence[Any]) -> tuple[tuple[int, int, int | None], ...]:
-        """What a node keeps that would not be there anyway, each with the input for whose gradient it is kept."""
-        found = self.saved.get(node._sequence_nr(), [])
-        favoured = [i for i in KEPT_FOR.get(op_name(node), ()) if node.next_functions[i][0] is not None]
-        known = len(favoured) == len(found)
-        return tuple((key, size, favoured[k] if known else None) for k, (key, size) in enumerate(found) if size)
+    def saves(self, node: Any) -> Saves:
+        """What a node keeps that would not be there anyway."""
+        found, inside = self.saved.get(node._sequence_nr(), []), self._inside.get(node._sequence_nr())
+        if inside is not None:  # a checkpoint's inputs, for all that it will compute again
+            favoured = dict.fromkeys(waiting for _, _, waiting in _with_favoured(node, inside))
+            return tuple((key, size, waiting) for key, size in found if size for waiting in favoured)
+        return tuple(save for save in _with_favoured(node, found) if save[1])
 
-    def lean(self, node: Any, outputs: int) -> tuple[tuple[int, int, int | None], ...] | None:
+    def lean(self, node: Any, outputs: int) -> Saves | None:
         """The same where the lean engine runs the forward pass; None: just the same."""
         op, found = op_name(node), [(key, size) for key, size in self.saved.get(node._sequence_nr(), []) if size]
         if op == "Convolution" or ("BatchNorm" in op and not getattr(node, "_saved_training", True)):
@@ -265,6 +311,13 @@ def _unpack(kept: torch.Tensor | None) -> torch.Tensor:
     return kept
 
 
+def _with_favoured(node: Any, found: Sequence[tuple[int, int]]) -> Saves:
+    """What a node keeps, each with the input for whose gradient it is kept."""
+    favoured = [i for i in KEPT_FOR.get(op_name(node), ()) if node.next_functions[i][0] is not None]
+    known = len(favoured) == len(found)
+    return tuple((key, size, favoured[k] if known else None) for k, (key, size) in enumerate(found))
+
+
 def _mask(sequence: int) -> int:
     """A number for what the lean engine keeps in place of what this node would: that of no storage."""
     return -sequence - 2
@@ -297,11 +350,6 @@ def _is_checkpoints_own() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _hands_on_a_parameter(node: Any) -> bool:
-    """Whether a node is a view of a parameter, which belongs to whoever uses it later."""
-    return op_name(node) in CARRIERS and all(hasattr(following, "variable") for following, _ in node.next_functions)
 
 
 def _sequence() -> int:

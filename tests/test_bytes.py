@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 from zoo import sgd
 
 from pliant import Budget, BudgetError, Policy, Profile, Session, measure, schedule, score, solve, units
@@ -112,6 +115,66 @@ class Clipped(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.hardtanh(self.wide(self.narrow(x)), 0.0, 6.0, inplace=True)
         return self.head(self.small(x).mean((2, 3)))
+
+
+class Checkpointed(nn.Module):
+    """Inverted bottlenecks, each computed again in backward: narrow, wide, wide, narrow."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 2, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 48, 1), nn.BatchNorm2d(48), act, nn.Conv2d(48, 48, 3, 1, 1, groups=48))
+            + nn.Sequential(nn.BatchNorm2d(48), act, nn.Conv2d(48, 8, 1), nn.BatchNorm2d(8))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x.mean((2, 3)))
+
+
+class Recomputed(nn.Module):
+    """Layers of a transformer, computed again in backward: products that keep a factor just for the gradient of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(96, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)
+        )
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x.transpose(1, 2).flatten(2))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x.mean(1))
+
+
+RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: Checkpointed(nn.ReLU()),
+    "relu6, in place": lambda: Checkpointed(nn.ReLU6(inplace=True)),
+    "transformer": Recomputed,
+}
+
+
+@pytest.mark.parametrize("cost", [measure.counted, partial(measure.timed, repeats=1)], ids=["counted", "timed"])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_checkpoint_computes_again_only_what_the_choice_needs(name: str, cost: Callable[..., Profile]) -> None:
+    torch.manual_seed(0)
+    model, batch = RECOMPUTED[name](), data()
+    optimizer, among, norms = sgd(model), trainable(model), Norms(model, "chosen")
+    profile = cost(model, optimizer, classify, batch)
+    for chosen in [list(among), *([name] for name in among)]:
+        apply_(among, optimizer, chosen)
+        norms.hold_(among, chosen)
+        peak, _ = measure.peak_bytes(model, optimizer, classify, batch)
+        predicted = profile.cost([Unit("*", tuple(Part(name) for name in chosen))]).bytes + max(profile.moments)
+        assert predicted == pytest.approx(peak, rel=0.03), chosen
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -14,7 +14,7 @@ from instances import laws
 
 from pliant import Part, Profile, Unit
 from pliant.charges import Sizes, Times, _suffix_maxima, profile, split
-from pliant.graph import Graph, Node
+from pliant.graph import Again, Graph, Node
 
 
 def whole(*names: str) -> list[Unit]:
@@ -148,6 +148,38 @@ def test_a_branch_takes_memory_only_for_what_lies_on_it(names: str, lives: list[
 
 
 # ---------------------------------------------------------------- seconds and multiply-accumulates
+
+
+# The same two layers inside a checkpoint, which computes the first one again (20 bytes) for the second one's weight.
+CHECKPOINT = replace(
+    GRAPH,
+    nodes=(GRAPH.nodes[0], replace(GRAPH.nodes[1], saves=()), replace(GRAPH.nodes[2], saves=())),
+    again=(Again({1: ((1, 20, 1),), 2: ((-1, 0, 1),)}, inference=(20,), gone={1: 1}),),
+)
+MEASURED = replace(SIZES, inputs=[7, 46, 0], everything=[7, 46, 20])
+
+
+def test_what_a_checkpoint_computes_again_lives_from_then_until_its_node_has_run() -> None:
+    made = taken(MEASURED, graph=CHECKPOINT)
+    assert timeline(made, "b") == [
+        28 + 20,
+        26 + 20,
+        7 + 20,
+        20 + 6,  # the end of the forward pass
+        20 + 6 + 7,  # the loss's node
+        20 + 20,  # the first layer, again
+        20 + 20 + 10,  # the second layer's node: its input, and the gradient
+        20 + 10,
+        20 + 10,  # the optimizer
+    ]
+    assert made.kept(whole("b")) == 6
+
+
+def test_what_a_checkpoint_would_keep_for_others_is_not_there() -> None:
+    """Of the 46 bytes that were seen at the second layer's node, 20 were its input, which only b needs."""
+    a = timeline(taken(MEASURED, graph=CHECKPOINT), "a")
+    assert a == [28 + 32, 26 + 32, 7 + 32, 32 + 6, 32 + 6 + 7, 32 + 20, 32 + 26, 32 + 16 + 20, 32 + 16]
+    assert timeline(taken(MEASURED, graph=CHECKPOINT), "a", "b")[6] == 52 + 46 + 10
 
 
 def test_seconds_add_up() -> None:
