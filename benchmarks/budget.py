@@ -129,13 +129,13 @@ def predicted_and_measured(step: Step, setting: dict[str, Any], by_layer: bool) 
     return {"profiling_steps": profiling, "full_seconds": full, "coverage": profile.coverage, "selections": rows}
 
 
-def asked_and_measured(step: Step, policy: Policy, steps: int) -> dict[str, Any]:
+def asked_and_measured(step: Step, policy: Policy, steps: int, engine: str) -> dict[str, Any]:
     """One run with the closed loop: the mean of all its steps, as the session saw them, against full steps beside them."""
     twin = Step(copy.deepcopy(step.model), step.batch, "cuda" if step.cuda else "cpu")
     twin()
     full: list[float] = []
     aside = 0.0
-    with Session(step.model, step.optimizer, nets.loss, policy) as session:
+    with Session(step.model, step.optimizer, nets.loss, policy, engine=engine) as session:
         for n in range(steps):
             session.step(step.batch)
             if n % 12 == 11:
@@ -167,9 +167,10 @@ def cell(name: str, setting: dict[str, Any]) -> dict[str, Any]:
     out = {"network": name, "batch": size, **predicted_and_measured(step, setting, name in BY_LAYER)}
     by_layer, once = name in BY_LAYER, schedule.once()
     recipe = recipes.elastic_layers if by_layer else recipes.elastic_trainer
-    out["runs"] = [asked_and_measured(step, recipe(time=asked, when=once), setting["steps"]) for asked in ASKED]
+    engine = setting["engine"]
+    out["runs"] = [asked_and_measured(step, recipe(time=asked, when=once), setting["steps"], engine) for asked in ASKED]
     if name == "mobilenet_v2" and setting["long"]:
-        out["runs"].append(asked_and_measured(step, recipes.pliant(time=0.5), setting["long"]))
+        out["runs"].append(asked_and_measured(step, recipes.pliant(time=0.5), setting["long"], engine))
     return out
 
 
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="of each run")
     parser.add_argument("--long", type=int, default=None, help="steps of the run that tells what choosing costs")
+    parser.add_argument("--engine", default="plain", help="that runs the steps; predictions are of the plain one")
     parser.add_argument("--networks", nargs="+", choices=list(nets.NETS), default=None, help="just these")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -224,7 +226,7 @@ def main() -> None:
     args.long = (2000 if args.device == "cuda" else 1000) if args.long is None else args.long
     args.batch = args.batch or (192 if args.device == "cuda" else 8)
     args.pixels = args.pixels or (224 if args.device == "cuda" else 64)
-    setting = {k: getattr(args, k) for k in ("device", "batch", "pixels", "selections", "repeats", "steps", "long")}
+    setting = {k: getattr(args, k) for k in ("device", "engine", "batch", "pixels", "selections", "repeats", "steps", "long")}
     out = args.out or record.place("budget_quick" if args.quick else "budget", args.device)
     done = record.load(out, setting)
     if args.device == "cuda":  # what a process does for the first time loads kernels

@@ -112,7 +112,9 @@ class Norms:
             # A norm without parameters to choose goes along only when the whole model trains.
             along = any(p in chosen for p in candidates) if candidates else everything
             mode = self._wanted[name] and along and self.rule == "chosen"
-            module.training = self._set[name] = mode
+            self._set[name] = mode
+            if module.training != mode:  # to set an attribute of a module takes its time
+                module.training = mode
 
     def release_(self) -> None:
         """Give every norm the mode that the user wants."""

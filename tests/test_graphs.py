@@ -129,12 +129,18 @@ def test_captured_steps_are_eager_steps(device: str, name: str, schedule: bool) 
     mine, my_state, graphs = train(device, name, 12, captured=True, schedule=schedule)
     plain, its_state, _ = train(device, name, 12, captured=False, schedule=schedule)
     assert (graphs.captures, graphs.replays) == (1, 11)
+    close = tolerance(device, name)
     for a, b in zip(mine, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(a, b, **close)
     assert my_state["param_groups"] == its_state["param_groups"]
     for i, state in its_state["state"].items():
         for key, value in state.items():
-            torch.testing.assert_close(my_state["state"][i][key], value, rtol=1e-7, atol=1e-9)  # device included
+            torch.testing.assert_close(my_state["state"][i][key], value, **close)  # device included
+
+
+def tolerance(device: str, name: str) -> dict[str, float]:
+    """On a GPU PyTorch's capturable Adam corrects its bias in single precision."""
+    return {"rtol": 1e-5, "atol": 1e-6} if device == "cuda" and "adam" in name else {"rtol": 1e-7, "atol": 1e-9}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -154,7 +160,7 @@ def test_gradients_of_several_batches_gather(device: str, name: str) -> None:
         assert graphs.replays == (12 if captured else 0)
         ends.append(list(model.state_dict().values()))
     for a, b in zip(*ends, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(a, b, **tolerance(device, name))
 
 
 def part_of(model: nn.Module, optimizer: torch.optim.Optimizer, last: bool) -> Callable[[Any], torch.Tensor]:
@@ -189,7 +195,7 @@ def test_choices_batches_and_modes_have_captures_of_their_own(device: str) -> No
     (mine, graphs), (plain, _) = run(True), run(False)
     assert graphs.captures >= 4 and graphs.replays > 15
     for a, b in zip(mine, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(a, b, **tolerance(device, "adam"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

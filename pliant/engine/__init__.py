@@ -46,7 +46,7 @@ class Engine:
         self.slices: Slices | None = None
         self.race = Race(self._allowed(memory_is_short=False))
         self._prefix = Prefix(model, features)
-        watch_norms(model)
+        self._norms = watch_norms(model)
         self._graphs: Graphs | None = None
         self._choice: Hashable = None
         self._told: dict[str, str] = {}
@@ -175,7 +175,7 @@ class Engine:
     def _captured(self, batch: Any, work: Work, part: tuple[bool, bool], needed: Hashable = None) -> torch.Tensor:
         assert self._graphs is not None
         # What is made of weights once, a captured step holds on to.
-        made = self._prefix.signature() if self.way.prefix else None, norms_at_rest(self._model) if self.way.lean else None
+        made = self._prefix.signature() if self.way.prefix else None, norms_at_rest(self._norms) if self.way.lean else None
         return self._graphs.step(batch, work, choice=(self._choice, str(self.way), part, made, needed), first=part[0])
 
     def _take_cached(

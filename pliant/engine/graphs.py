@@ -38,6 +38,7 @@ _HOOKS_OF_ALL = (
     _global_optimizer_pre_hooks,
     _global_optimizer_post_hooks,
 )
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -102,6 +103,8 @@ class Graphs:
         self._failures: dict[Hashable, str] = {}
         self._own_hooks = {name: len(getattr(optimizer, name)) for name in _STEP_HOOKS}  # those of the session
         self._modules = list(model.modules())
+        self._hooks = [getattr(module, name) for module in self._modules for name in _MODULE_HOOKS]
+        self._held = [held for module in self._modules for held in (module._parameters, module._buffers) if held]
         self.captures = self.replays = 0
 
     def step(self, batch: Any, work: Work, *, choice: Hashable, first: bool = True) -> torch.Tensor:
@@ -246,9 +249,9 @@ class Graphs:
                 raise Refused("the optimizer has step hooks")
         if any(_HOOKS_OF_ALL):
             raise Refused("there are hooks on all modules or optimizers")
-        for module in self._modules:
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-                raise Refused(f"a {type(module).__name__} has hooks")
+        if any(self._hooks):
+            hooked = next(module for module in self._modules if any(getattr(module, name) for name in _MODULE_HOOKS))
+            raise Refused(f"a {type(hooked).__name__} has hooks")
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
@@ -256,12 +259,7 @@ class Graphs:
 
     def _addresses(self, first: bool) -> tuple[int, ...]:
         state = self._optimizer.state
-        out = [
-            tensor.data_ptr()
-            for module in self._modules
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None
-        ]
+        out = [tensor.data_ptr() for held in self._held for tensor in held.values() if tensor is not None]
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if not param.requires_grad:

@@ -13,7 +13,7 @@ Functions without a rule keep what they always keep; those that are not known to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -396,22 +396,25 @@ _SCALES: Any = WeakTensorKeyDictionary()
 _COUNTERS: Any = WeakTensorKeyDictionary()  # a norm writes to its statistics without saying so, but counts when it does
 
 
-def watch_norms(model: torch.nn.Module) -> None:
-    """From now on a change of these norms' statistics is noticed."""
-    for module in model.modules():
-        var, counter = getattr(module, "running_var", None), getattr(module, "num_batches_tracked", None)
-        if isinstance(var, torch.Tensor) and isinstance(counter, torch.Tensor):
-            _COUNTERS[var] = counter
+def watch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The norms with running statistics, whose changes are noticed from now on."""
+    norms = [module for module in model.modules() if isinstance(getattr(module, "running_var", None), torch.Tensor)]
+    for norm in norms:
+        if isinstance(getattr(norm, "num_batches_tracked", None), torch.Tensor):
+            _COUNTERS[norm.running_var] = norm.num_batches_tracked
+    return norms
 
 
-def norms_at_rest(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Changes when a norm at rest was written to, of which the lean engine holds what it multiplies with."""
+def norms_at_rest(norms: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
+    """Changes when one of these at rest was written to: the lean engine holds what it multiplies with."""
     return tuple(
-        (tensor.data_ptr(), tensor._version)
-        for module in model.modules()
-        if not module.training and isinstance(getattr(module, "running_var", None), torch.Tensor)
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
+        [
+            tensor._version
+            for norm in norms
+            if not norm.training
+            for tensor in (*norm._parameters.values(), *norm._buffers.values())
+            if tensor is not None
+        ]
     )
 
 

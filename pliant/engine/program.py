@@ -72,7 +72,7 @@ class Call:
     changes: tuple[tuple[int, int], ...] = ()  # which of those it was given it changed in place, and to which value
     form: Any = None  # the type of what its tensors come in; None: it gives one tensor, or nothing
     holes: tuple[bool, ...] = ()  # where in it there is a tensor, and not None
-    answer: Any = None  # to what was asked of a tensor's form
+    answer: Any = None  # to what was asked of how a tensor lies in memory
 
     def give(self, tensors: list[torch.Tensor]) -> Any:
         """Tensors, as the call gives them."""
@@ -287,7 +287,8 @@ class Recorder(TorchFunctionMode):
         self.calls.append(call)
         made, _ = split(out)
         if not made and not changed and (name in _FORM or name in _LAYOUT) and getattr(call.func, "__name__", "") != "__set__":
-            call.kind, call.answer = "form" if name in _FORM else "layout", out
+            call.kind = "form" if name in _FORM else "layout"
+            call.answer = out if call.kind == "layout" else None  # the answer to `grad_fn` would keep everything alive
             return
         if any(tensor in self._stale for tensor in given):
             self._block("values are changed in place through views")
