@@ -313,7 +313,8 @@ def _unpack(kept: torch.Tensor | None) -> torch.Tensor:
 
 def _with_favoured(node: Any, found: Sequence[tuple[int, int]]) -> Saves:
     """What a node keeps, each with the input for whose gradient it is kept."""
-    favoured = [i for i in KEPT_FOR.get(op_name(node), ()) if node.next_functions[i][0] is not None]
+    behind = node.next_functions  # a product with a number has one
+    favoured = [i for i in KEPT_FOR.get(op_name(node), ()) if i < len(behind) and behind[i][0] is not None]
     known = len(favoured) == len(found)
     return tuple((key, size, favoured[k] if known else None) for k, (key, size) in enumerate(found))
 

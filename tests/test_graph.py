@@ -352,3 +352,16 @@ def test_a_users_own_hooks_still_run() -> None:
     read(model, classify, VECTORS)
     assert seen == ["before", "after"]
     assert hooks_on(model) == 2
+
+
+def test_a_product_with_a_number_has_one_input() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten.mul.Scalar(self.layer(x), 0.5)
+
+    graph = read(Scaled(), lambda model, x: model(x).sum(), torch.randn(4, 3))
+    assert [node.op for node in graph.nodes if node.op == "Mul"] == ["Mul"]

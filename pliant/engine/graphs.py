@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,10 +140,11 @@ class Graphs:
     def _watched(self, batch: Any, work: Work, key: Hashable) -> torch.Tensor:
         """An eager step, the first of its kind, that tells whether Python has a part in it."""
         before = _python_state(self._modules, self._loss)
+        there = map_tensors(batch, lambda tensor: tensor.to(self._device))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with _telling_of_waits(self._device):
-                value = work(map_tensors(batch, lambda tensor: tensor.to(self._device)))
+                value = work(there)
         after = _python_state(self._modules, self._loss)
         changed = [name for name in {**before, **after} if before.get(name, self) != after.get(name, self)]
         if changed:
@@ -151,7 +153,8 @@ class Graphs:
         if not waits:
             self._seen.add(key)
         elif key in self._waited:  # once may be for what is done once
-            self._failures[key] = "a step waits for the GPU (.item(), a copy to the CPU, …)"
+            where = f"{Path(waits[0].filename).name}, line {waits[0].lineno}"
+            self._failures[key] = f"a step waits for the GPU (.item(), a copy to the CPU, …) in {where}"
         else:
             self._waited.add(key)
         for warning in caught:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -54,6 +56,12 @@ _ANY_LAYOUT = frozenset((
 ))
 # fmt: on
 _HALF = (torch.float16, torch.bfloat16)
+_WITH_LIMITS: tuple[Any, ...] = (F.hardtanh, F.hardtanh_)
+_CLIPS: dict[Any, tuple[float, float]] = {
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_), (0.0, math.inf)),
+    F.relu6: (0.0, 6.0),
+    **dict.fromkeys(_WITH_LIMITS, (-1.0, 1.0)),
+}
 
 
 @dataclass(frozen=True)
@@ -295,6 +303,7 @@ class _Plan:
         self.gives = {self.values[number].first: i for i, number in enumerate(self.frontier)}
         self.folds = self._find_folds()
         self.norms = set(self.folds.values())
+        self.clips = self._find_clips()
         self.channels_last = not program.is_blind and self._is_last_worth_it()
         leaves = [leaf for leaf in (one() for one in self.leaves) if leaf is not None]
         names_of_leaves = tuple([names[leaf] if leaf in names else names.setdefault(leaf, next(_NEW)) for leaf in leaves])
@@ -389,6 +398,23 @@ class _Plan:
             if is_norm and all(number < 0 for number in norm.reads[1:]) and True not in [one is True for one in norm.plain]:
                 folds[at] = after
         return folds
+
+    def _find_clips(self) -> dict[int, tuple[int, float, float]]:
+        """Folded norms after which nothing but a clipping comes: position → its position, and between what it clips."""
+        clips = {}
+        for at in self.norms:
+            number = self.calls[at].makes[0]
+            after = next((i for i in range(at + 1, len(self.calls)) if self.calls[i].kind not in ("form", "layout")), -1)
+            if self.values[number].readers != [after] or number in self.program.kept:
+                continue
+            call = self.calls[after]
+            limits = _CLIPS.get(call.func)
+            if limits is not None and call.kind == "part" and call.reads == (number,):
+                numbers = [one for one in call.plain if isinstance(one, float)]
+                low, high = numbers if call.func in _WITH_LIMITS and len(numbers) == 2 else limits
+                if low < high and (call.func not in _WITH_LIMITS or len(numbers) == 2):
+                    clips[at] = after, low, high
+        return clips
 
     def _is_last_worth_it(self) -> bool:
         """Whether more convolutions profit than tensors have to be laid out anew."""
@@ -614,9 +640,12 @@ class _Miss(_Mode):
         self._odd: dict[int, tuple[ref[torch.Tensor], Value]] = {}  # tensors that lie otherwise than they would have
         self._waiting: tuple[torch.Tensor, int, Any, Any] | None = None  # what stands for a convolution until its norm comes
         self._empty: list[ref[torch.Tensor]] = []
+        self._clipped: tuple[int, torch.Tensor] | None = None  # where a clipping is due, and what is clipped already
 
     def stray(self, why: str) -> None:
         self.strayed = why
+        if self._clipped is not None:
+            raise _Strayed(why)
         self._make_up()
         self._lay_out_all()
         self.handed_on.clear()
@@ -682,8 +711,14 @@ class _Miss(_Mode):
             if plain == call.plain and self._are_leaves(tensors[1:], call.reads[1:]):
                 _, conv_at, conv, _ = self._waiting
                 self._waiting = None
-                return self._odd_or_not(self._convolve(conv_at, conv, _norm_settings(*args, **kwargs)), call)
+                return self._odd_or_not(self._convolve(conv_at, conv, _norm_settings(*args, **kwargs), at), call)
         self._make_up()
+        if self._clipped is not None:
+            due, clipped = self._clipped
+            if at != due or not args or args[0] is not clipped:
+                self.stray(f"the program changed: {name_of(func)} came where a clipping was due")
+            self._clipped = None
+            return self._odd_or_not(clipped, call)
         if name_of(func) not in _ANY_LAYOUT and func is not F.linear:
             self._lay_out(args, kwargs)
             return func(*args, **kwargs)
@@ -705,7 +740,7 @@ class _Miss(_Mode):
             number < 0 and leaves[~number]() is one for one, number in zip(tensors, numbers, strict=True)
         )
 
-    def _convolve(self, at: int, args: Any, norm: tuple[Any, ...] | None) -> torch.Tensor:
+    def _convolve(self, at: int, args: Any, norm: tuple[Any, ...] | None, norm_at: int = -1) -> torch.Tensor:
         input, weight, bias, *settings = (*args, None)[: max(3, len(args))]
         plan = self.plan
         dtype = plan.dtype or weight.dtype
@@ -720,7 +755,16 @@ class _Miss(_Mode):
             input = input.to(dtype)
         if last:
             input = input.contiguous(memory_format=torch.channels_last)
-        return plan.calls[at].func(input, weight, bias, *settings)
+        shift_ = _shifter() if last and input.is_cuda and dtype in _HALF else None
+        if shift_ is None or bias is None:
+            return plan.calls[at].func(input, weight, bias, *settings)
+        out = plan.calls[at].func(input, weight, None, *settings)
+        if not out.is_contiguous(memory_format=torch.channels_last):
+            return out.add_(bias.view(1, -1, 1, 1))
+        due, low, high = plan.clips.get(norm_at, (-1, 0.0, 0.0))
+        if due >= 0:
+            self._clipped = due, out
+        return shift_(out, bias, (low, high) if due >= 0 else None)
 
     def _make_up(self) -> None:
         """Something else than the norm came after a convolution: compute it after all."""
@@ -757,6 +801,20 @@ class _Miss(_Mode):
             if tensor is not None:
                 tensor.data = _laid_out(tensor, value)
         self._odd.clear()
+
+
+@cache
+def _shifter() -> Any:
+    """What adds a bias and clips in one kernel, where there is Triton and it works."""
+    try:
+        from pliant.engine.shift_triton import shift_
+
+        out = shift_(
+            torch.zeros(1, 4, 3, 3, device="cuda").contiguous(memory_format=torch.channels_last), torch.ones(4).cuda(), None
+        )
+        return shift_ if bool((out == 1).all()) else None
+    except Exception:  # no compiler, no permission to write, …: PyTorch's own operations do
+        return None
 
 
 def _laid_out(tensor: torch.Tensor, value: Value) -> torch.Tensor:
