@@ -106,7 +106,12 @@ class Feedback:
     def is_nearer(self, predicted: float, asked: float) -> bool:
         """Whether a step of which so much is predicted comes nearer to what it should take than steps do now."""
         target = self.target(asked)
-        return self.recent is None or abs(predicted * self.ratio - target) < abs(self.recent - target)
+        return self.recent is None or abs(self._expected(predicted) - target) < abs(self.recent - target)
+
+    def _expected(self, predicted: float) -> float:
+        """What a step takes of which so much is predicted: what it took when it ran in this round, if it did."""
+        ran = [r for r in self.rounds if r.number == self.rounds[-1].number and r.predicted == predicted and r.steps]
+        return sum(r.seconds for r in ran) / sum(r.steps for r in ran) if ran else predicted * self.ratio
 
     def is_stuck(self, asked: float) -> bool:
         """Whether so much was saved that a step may take all that it ever may, and steps still take less than was asked."""

@@ -198,3 +198,16 @@ def test_the_mean_step_comes_to_what_was_asked_where_that_is_in_reach(
     steps = steps_of(speed, asked, costs)
     assert sum(steps) / len(steps) == pytest.approx(asked, rel=0.03)
     assert sum(steps[100:]) / 100 == pytest.approx(asked, rel=0.03)
+
+
+def test_what_ran_in_this_round_counts_as_it_ran() -> None:
+    feedback = following(predicted=1.9)
+    feedback.see([2.3] * 10, ASKED)
+    feedback.begin(Round(0, 10, ASKED, 2.0, 4.0))
+    feedback.debt = 0.0
+    feedback.see([2.1] * 10, ASKED, pays=False)
+    assert not feedback.is_nearer(1.9, ASKED)  # predicted to be nearer, and known to be further away
+    assert feedback.is_nearer(1.85, ASKED)
+    feedback.begin(Round(1, 20, ASKED, 2.0, 4.0))
+    feedback.see([2.1] * 10, ASKED, pays=False)
+    assert feedback.is_nearer(1.9, ASKED)  # another round has other values, maybe another device
