@@ -40,8 +40,8 @@ from pliant.graph import trainable
 NETWORKS = ("mobilenet_v2", "efficientnet_lite0", "resnet50", "vit_tiny", "text_encoder")
 BATCHES = (4, 8, 32, 64)
 SHARES = {"last quarter": 0.25, "last half": 0.5}
-ON_CPU = ("plain", "prefix", "lean", "lean+prefix", "prefix, cache", "auto")
-ON_CUDA = ("plain", "prefix", "lean", "graphs", "prefix+graphs", "lean+graphs", "prefix+graphs, cache", "auto")
+ON_CPU = ("prefix", "lean", "lean+prefix", "prefix, cache", "auto")
+ON_CUDA = ("prefix", "lean", "graphs", "prefix+graphs", "lean+graphs", "prefix+graphs, cache", "auto")
 WARM = 16  # steps, so that "auto" has made up its mind
 
 

@@ -181,6 +181,7 @@ class Graphs:
             raise Refused(self._failures[key]) from None
         finally:
             torch.clear_autocast_cache()
+        counts = [pair for pair in counts if pair[1]._version]  # none, where the optimizer's step comes with a later batch
         grads = [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
         writes = [param for group in groups for param in group["params"] if param.requires_grad]
         for module in self._modules:
