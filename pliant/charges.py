@@ -151,10 +151,11 @@ class _Builder:
     def kept(self) -> list[Charge]:
         """For each storage that is kept: what it is kept for, and when it lives on that account; by engine if they differ."""
         plain, lean = self._kept("plain"), self._kept("lean")
-        both = [charge for charge in plain if charge in lean]
+        both = set(plain) & set(lean)
         apart = [(charge, "plain") for charge in plain if charge not in both]
         apart += [(charge, "lean") for charge in lean if charge not in both]
-        return both + [replace(charge, engine=engine) for charge, engine in apart] + self._unpacked() + self._scales()
+        alike = [charge for charge in plain if charge in both]
+        return alike + [replace(charge, engine=engine) for charge, engine in apart] + self._unpacked() + self._scales()
 
     def _kept(self, engine: str) -> list[Charge]:
         saves = (node.saves if engine == "plain" or node.lean is None else node.lean for node in self.graph.nodes)
