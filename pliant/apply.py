@@ -142,7 +142,8 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
     """
     was = found(model)
     buffers = {module: dict(module._buffers) for module in model.modules()}
-    copies = [(b, b.clone()) for held in buffers.values() for b in held.values() if b is not None and not _is_expanded(b)]
+    own = {m: [b for b in held.values() if b is not None and not _is_expanded(b)] for m, held in buffers.items()}
+    copies = {module: [(b, b.clone(), b._version) for b in several] for module, several in own.items()}
     grads = {param: param.grad for param in model.parameters()}
     rng = rng_states()
     try:
@@ -160,8 +161,11 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
             module._buffers.clear()
             module._buffers.update(held)
         with torch.no_grad():
-            for buffer, copy in copies:
-                buffer.copy_(copy)
+            for several in copies.values():
+                # A norm writes to its statistics without saying so, but counts. What nobody wrote to goes on as unwritten.
+                is_written = any(buffer._version != version for buffer, _, version in several)
+                for buffer, copy, _ in several:
+                    (buffer if is_written else buffer.data).copy_(copy)
         for param, grad in grads.items():
             param.grad = grad
         set_rng_states(rng)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant.graph import BIAS, Graph, Node
-from pliant.profile import AGAIN, KEPT, Charge, Profile
+from pliant.profile import AGAIN, CACHED, KEPT, Charge, Profile
 from pliant.recorder import CARRIERS, MASKS, Saves
 from pliant.types import Cost
 
@@ -132,7 +132,7 @@ def profile(graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any],
     # What is kept stands first, since a charge may only point to later ones. Nodes are pointed to by their number
     # until it is known where their charges begin.
     first = [*builder.kept(), *builder.again(), *(charge for name in graph.params for charge in builder.param(name, scratch))]
-    nodes = [builder.node(i) for i in range(len(graph.nodes))]
+    nodes = [[*builder.node(i), builder.forward(i)] for i in range(len(graph.nodes))]
     at = np.cumsum([len(first), *(len(several) for several in nodes)]).tolist()
     charges = [*first, *(charge for several in nodes for charge in several)]
     charges = [replace(c, via=tuple(sorted({at[i] for i in c.via}))) if c.via else c for c in charges]
@@ -290,6 +290,18 @@ class _Builder:
         node = self.graph.nodes[i]
         least = node.made + sum(self.graph.nodes[k].made for k in node.data)
         return max(measured - self._waiting[i] - self._computed_again[i], min(measured, least))
+
+    @cached_property
+    def _forward_shares(self) -> Array:
+        """Of the forward pass, how much each node's operation takes: as much as its input gradients do of theirs."""
+        work = np.where(self.times.inputs > 0, self.times.inputs, self.times.everything)
+        return work / work.sum() if work.sum() > 0 else work
+
+    def forward(self, i: int) -> Charge:
+        """A node's part of the forward pass, due with the node where all that lies before it comes from a cache."""
+        node = self.graph.nodes[i]
+        cost = Cost(self.times.forward * float(self._forward_shares[i]) * self.accumulate, 0, node.macs * self.accumulate)
+        return Charge(f"forward {node.op} {node.module}".strip(), cost, node.params, node.data, None, CACHED)
 
     def node(self, i: int) -> list[Charge]:
         """A node's charges: to run at all; its input gradients; each parameter's gradient; what its parameters share."""

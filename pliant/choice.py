@@ -38,8 +38,9 @@ class Choice:
         runs the steps."""
         self.policy = policy
         self.correct = correct
-        self.profile = profile.on(engine) if profile is not None else None
+        self.profile = profile.on(engine, False) if profile is not None else None
         self._engine = engine
+        self.cached = False  # whether features come from a cache
         self.units: tuple[Unit, ...] = ()
         self.selection: Selection | None = None
         self.drift = Drift()
@@ -57,7 +58,9 @@ class Choice:
     ) -> None:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
         if self.profile is None:
-            self.profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm).on(self._engine)
+            self.profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm).on(
+                self._engine, self.cached
+            )
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         with sandbox(model):
@@ -248,9 +251,11 @@ class Choice:
         self._plans = []
         self.feedback.forget()
 
-    def run_on(self, engine: str) -> None:
-        """Another engine runs the steps from now on; what is chosen stays."""
-        self._engine, self.profile = engine, self.profile.on(engine) if self.profile is not None else None
+    def run_on(self, engine: str, cached: bool) -> None:
+        """Another engine runs the steps from now on, or features come from a cache; what is chosen stays."""
+        if (engine, cached) != (self._engine, self.cached):
+            self._engine, self.cached, self._plans = engine, cached, []
+            self.profile = self.profile.on(engine, cached) if self.profile is not None else None
 
     @property
     def _next_round(self) -> int:
@@ -325,7 +330,9 @@ class Choice:
         self.units = tuple(Unit.from_json(unit) for unit in state["units"])
         by_name = {unit.name: unit for unit in self.units}
         self._last = replace(now, step=state["last"][0], round=state["last"][1])
-        self.profile = Profile.from_json(state["profile"]) if state["profile"] else self.profile
+        if state["profile"]:
+            self.profile = Profile.from_json(state["profile"])
+            self._engine, self.cached = self.profile.engine, self.profile.cached
         self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
         self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
         self._plans = [Selection.from_json(plan) for plan in state["plans"]]

@@ -21,8 +21,9 @@ from pliant.types import Cost, Part, ProfileMismatch, Unit, write_aside
 
 KEPT = "kept"
 AGAIN = "again"
-KINDS = (KEPT, AGAIN, "optimizer", "gradient", "scratch", "dX", "dW")
+KINDS = (KEPT, AGAIN, "optimizer", "gradient", "scratch", "forward", "dX", "dW")
 ENGINES = ("plain", "lean")  # that costs are known for
+CACHED = "cached"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Charge:
     a tensor kept for backward names every operation that reads it. So the backward graph, and the union of what
     it keeps, are one list. `via` points to later entries of the list only. `live` says during which moments of a step (see
     `Profile`) its bytes stand, from the first up to the second; None: all along. `engine`: due only where that engine runs the
-    step.
+    step, or, if it is "cached", where features come from a cache.
     """
 
     name: str
@@ -106,8 +107,10 @@ class Profile:
 
     `plain` is what a step of training without this library costs, where that is not the same as choosing everything.
     `checks` are whole steps that were taken to test the measurement: seconds predicted, of the fastest try, of the slowest.
-    `engine` runs the steps; `on("lean")` is the same profile for another one. `shapes` are those of the parameters: a slice
-    costs its share of what its parameter's gradient, optimizer state and, along the inputs, kept activations cost.
+    `engine` runs the steps; `on("lean")` is the same profile for another one. Where features are `cached`, the forward pass is
+    due only for what lies between the loss and anything chosen, and `base` is what is left of it. `shapes` are those of the
+    parameters: a slice costs its share of what its parameter's gradient, optimizer state and, along the inputs, kept
+    activations cost.
     """
 
     charges: tuple[Charge, ...]
@@ -121,6 +124,7 @@ class Profile:
     checks: tuple[tuple[float, float, float], ...] = ()
     engine: str = "plain"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    cached: bool = False
 
     def __post_init__(self) -> None:
         for i, charge in enumerate(self.charges):
@@ -129,18 +133,27 @@ class Profile:
             if charge.live is not None and not 0 <= charge.live[0] <= charge.live[1] <= len(self.moments):
                 raise ValueError(f"charge {i} ({charge.name!r}) has live={charge.live} of {len(self.moments)} moments.")
 
-    def on(self, engine: str) -> Profile:
-        """The same profile for steps that another engine runs; 1.0 is still a plain full step."""
+    def on(self, engine: str, cached: bool | None = None) -> Profile:
+        """The same profile for steps that another engine runs, or from cached features; 1.0 is still a plain full step."""
         if engine not in ENGINES:
             raise ValueError(f"engine={engine!r} is not known to profiles; one of: {', '.join(ENGINES)}.")
-        return self if engine == self.engine else replace(self, engine=engine, plain=self.full)
+        cached = self.cached if cached is None else cached
+        if (engine, cached) == (self.engine, self.cached):
+            return self
+        sign = int(self.cached) - int(cached)
+        several = [charge.cost for charge in self.charges if charge.engine == CACHED]
+        seconds, macs = math.fsum(cost.seconds for cost in several), sum(cost.macs for cost in several)
+        base = replace(self.base, seconds=self.base.seconds + sign * seconds, macs=self.base.macs + sign * macs)
+        return replace(self, engine=engine, cached=cached, base=base if sign else self.base, plain=self.full)
 
-    def cost(self, units: Iterable[Unit], engine: str | None = None, cached: bool = False) -> Cost:
-        """What one step costs when just these units are chosen. THE judge: solvers are checked against it."""
-        if cached:
-            raise ValueError(f"this profile knows no cache (given: {cached=}).")
-        if engine is not None and engine != self.engine:
-            return self.on(engine).cost(units)
+    def cost(self, units: Iterable[Unit], engine: str | None = None, cached: bool | None = None) -> Cost:
+        """What one step costs when just these units are chosen. THE judge: solvers are checked against it.
+
+        Without `engine` and `cached`: on the engine that this profile is for, from a cache if it is.
+        """
+        there = self.on(engine or self.engine, cached)
+        if there is not self:
+            return there.cost(units)
         due = self.due(units)
         seconds = self.base.seconds + math.fsum(charge.cost.seconds for charge in due)
         macs = self.base.macs + sum(charge.cost.macs for charge in due)
@@ -164,10 +177,13 @@ class Profile:
             charge = self.charges[i]
             behind = any(map(due.__getitem__, charge.via))
             due[i] = behind or not chosen.keys().isdisjoint(charge.params)
-            if due[i] and charge.engine in (None, self.engine):
+            if due[i] and self._counts(charge):
                 share = charge.share([chosen[p] for p in charge.params if p in chosen], behind)
                 out.append(charge if share == 1.0 else replace(charge, cost=charge.cost.times(share)))
         return out[::-1]
+
+    def _counts(self, charge: Charge) -> bool:
+        return charge.engine in (None, self.engine) or (self.cached and charge.engine == CACHED)
 
     def _pieces(self, parts: Iterable[Part]) -> dict[str, tuple[int | None, float]]:
         """For each parameter that parts are of: along which dimension they cut it (None: not at all), and how much of it they
@@ -233,7 +249,7 @@ class Profile:
         merged: dict[bytes, tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]] = {}
 
         def add(row: NDArray[np.bool_], charge: Charge, share: float = 1.0) -> None:
-            if row.any() and charge.engine in (None, self.engine):
+            if row.any() and self._counts(charge):
                 new = row, np.zeros(2), np.zeros(len(self.moments))
                 _, price, held = merged.setdefault(row.tobytes(), new)
                 price += (charge.cost.seconds * share, charge.cost.macs * share)
@@ -276,7 +292,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": "pliant.profile/3",
+            "format": "pliant.profile/4",
             "base": asdict(self.base),
             "charges": [
                 {
@@ -297,14 +313,15 @@ class Profile:
             "plain": None if self.plain is None else asdict(self.plain),
             "checks": [list(check) for check in self.checks],
             "engine": self.engine,
+            "cached": self.cached,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
         found = data.get("format") if isinstance(data, Mapping) else None
-        if found != "pliant.profile/3":
-            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/3'.")
+        if found != "pliant.profile/4":
+            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/4'.")
         charges = tuple(
             Charge(
                 c["name"],
@@ -328,6 +345,7 @@ class Profile:
             tuple((predicted, fastest, slowest) for predicted, fastest, slowest in data["checks"]),
             data["engine"],
             {name: tuple(shape) for name, shape in data["shapes"].items()},
+            data["cached"],
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -246,6 +246,11 @@ class Session:
         (`data.with_ids`).
         """
         self._check_open()
+        if self._engine.features is not None:
+            ids = data.ids_of(batch) if ids is None else ids
+            cached = self._engine.caches and ids is not None
+            if cached != self._choice.cached:
+                self._choice.run_on(self._engine.keeps, cached)
         if self._micro == 0:
             self._optimizer.zero_grad(set_to_none=True)  # first: a probe needs the room
             self._engine.zero_grad()
@@ -281,8 +286,6 @@ class Session:
                     self.update.step(self._optimizer)
             return value.detach()
 
-        if ids is None and self._engine.features is not None:
-            ids = data.ids_of(batch)
         eager = "this step's memory is measured" if self._peak is not None else None
         if self.update.scaler is not None:
             eager = "a GradScaler looks at every step's gradients"
@@ -421,7 +424,8 @@ class Session:
     def _choose(self, batch: Any, looked: bool) -> None:
         """Ask for the next selection and apply it; a probe that fails leaves the one in force."""
         start = self._laps.watch.mark()
-        may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on
+        # A correction that moves the boundary costs all that is cached.
+        may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on and not self._choice.cached
         if self._choice.is_off(self.progress, looked and may):
             with self._pace.correcting():
                 selection = self._choice.again(self.progress)
@@ -536,7 +540,7 @@ class Session:
         self._choice.load(state, self.progress)
         winner, self._raced = state["engine"]
         self._engine.settle(self.budget.memory is not None, races=winner is None and self._choice.correct, winner=winner)
-        self._choice.run_on(self._engine.keeps)
+        self._choice.run_on(self._engine.keeps, self._choice.cached)
         self._engine.forget()
         self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from instances import laws
+from torch import nn
 
-from pliant import Part, Profile, Unit
+from pliant import Part, Profile, Unit, measure
 from pliant.charges import Sizes, Times, _suffix_maxima, profile, split
 from pliant.graph import Again, Graph, Node
 
@@ -287,7 +289,8 @@ def test_statistics_of_the_batch_are_kept_by_a_norm_that_moves(moves: bool, behi
 def test_each_charge_tells_what_it_pays_for() -> None:
     kinds = [charge.kind for charge in taken(SCRATCH).charges]
     own = ["optimizer", "gradient", "scratch"]
-    assert kinds == ["kept"] * 3 + own * 2 + ["node", "dX", "dX"] + ["node", "dX", "dX", "dW", "dW"] + ["node", "dW", "dW"]
+    nodes = ["node", "dX", "dX", "forward"], ["node", "dX", "dX", "dW", "dW", "forward"], ["node", "dW", "dW", "forward"]
+    assert kinds == ["kept"] * 3 + own * 2 + [kind for node in nodes for kind in node]
 
 
 # ---------------------------------------------------------------- sizes from shapes
@@ -363,3 +366,30 @@ def test_one_of_two_alone_costs_what_was_measured(joint: float, first: float, se
     (one, other), shared = split(joint, [a, b])
     assert one + shared == pytest.approx(a, abs=1e-6)
     assert other + shared == pytest.approx(b, abs=1e-6)
+
+
+def test_from_a_cache_the_forward_pass_is_paid_from_the_choice_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(5, 4)
+    profile = measure.counted(model, optimizer, lambda model, x: model(x).square().mean(), batch)
+    forward = {"0": 5 * 4 * 8, "2": 5 * 8 * 16, "4": 5 * 16 * 2}
+
+    def cost(*names: str, cached: bool) -> int:
+        return profile.cost([Unit("*", tuple(Part(name) for name in names))], cached=cached).macs
+
+    everything = [name for name, _ in model.named_parameters()]
+    assert cost(*everything, cached=True) == cost(*everything, cached=False)
+    for first, skipped in (("0.weight", ()), ("2.weight", ("0",)), ("4.weight", ("0", "2"))):
+        chosen = [first, "4.weight"]
+        saved = cost(*chosen, cached=False) - cost(*chosen, cached=True)
+        assert saved == sum(forward[name] for name in skipped)
+    there = profile.on("plain", cached=True)
+    assert (there.base.macs, there.full, there.on("plain", cached=False).base) == (0, profile.full, profile.base)
+    assert Profile.from_json(there.to_json()) == there
+    units = tuple(Unit(name, (Part(name),)) for name in everything)
+    for k in range(1, len(units) + 1):  # the solver's table says the same
+        table, mask = there.table(units), np.arange(len(units)) >= k
+        due = (table.needed & mask).any(1)
+        assert table.macs[due].sum() + there.base.macs == there.cost(units[k:]).macs

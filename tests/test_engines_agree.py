@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from test_graphs import DEVICES, Stand
 from torch import nn
 
-from pliant import Policy, Session, measure, schedule, score, solve, units
+from pliant import Policy, Session, measure, recipes, schedule, score, solve, units
+from pliant.apply import sandbox
 from pliant.data import ids_of, with_ids
 from pliant.engine.features import Features
+from pliant.engine.prefix import Prefix
+from pliant.graph import read
 
 ENGINES = ["lean", "prefix", "lean+prefix", "graphs", "lean+graphs", "prefix+graphs", "lean+prefix+graphs"]
 
@@ -120,3 +123,46 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         made(self, model, loss, optimizer, capture or Stand(model, optimizer))
 
     monkeypatch.setattr(graphs.Graphs, "__init__", init)
+
+
+def test_a_cache_outlives_probes_and_choices_behind_the_boundary() -> None:
+    """Only a weight of the part, or another boundary, empties it."""
+    model = Residual().double().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+    features = Features("4MB")
+    prefix = Prefix(model, features)
+    loader = list(torch.utils.data.DataLoader(with_ids(samples(Residual)), batch_size=5))
+
+    def epoch(*trained: str) -> tuple[int, int]:
+        """How many samples were in the cache, and how many were not."""
+        before = features.hits, features.misses
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith(trained))
+        for batch in loader:
+            if not prefix.knows(batch, ids_of(batch)):
+                with sandbox(model):
+                    prefix.run(lambda batch=batch: classify(model, batch), batch, ids_of(batch))
+            prefix.run(lambda batch=batch: classify(model, batch), batch, ids_of(batch)).backward()
+        return features.hits - before[0], features.misses - before[1]
+
+    everything = units.tensors()(read(model, classify, loader[0]))
+    assert epoch("last", "head") == (0, 22)
+    assert epoch("last", "head") == (22, 0)
+    assert score.probe(score.update_gain(), model, optimizer, classify, loader[0], everything)
+    assert epoch("last", "head") == (22, 0)
+    assert epoch("last.weight", "head") == (22, 0)  # the boundary is where it was
+    assert epoch("deep.0", "last", "head") == (0, 22)
+    with torch.no_grad():
+        model.stem[0].weight.mul_(2)
+    assert epoch("deep.0", "last", "head") == (0, 22)
+    assert epoch("deep.0", "last", "head") == (22, 0)
+
+
+def test_a_batch_without_ids_is_told_of() -> None:
+    model = Residual().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+    with Session(model, optimizer, classify, recipes.only("head*"), engine="prefix", cache="4MB") as session:
+        session.step((torch.randn(5, 3, 6, 6, dtype=torch.float64), torch.zeros(5, dtype=torch.long)))
+        assert "give ids" in session.why_not["cache"]
+        session.step(next(iter(torch.utils.data.DataLoader(with_ids(samples(Residual)), batch_size=5))))
+        assert "cache" not in session.why_not

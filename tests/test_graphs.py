@@ -300,6 +300,31 @@ def test_what_python_has_to_do_keeps_steps_eager() -> None:
     assert "Opaque" in refused(net("cpu"), of=lambda model, batch: loss(model, batch.pair), batch=held)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_that_python_holds_are_read_anew(device: str) -> None:
+    def run(captured: bool) -> list[torch.Tensor]:
+        factor = 1.0
+
+        def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
+            return factor * loss(model, batch)
+
+        model = net(device)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        graphs, work = graphs_of(model, optimizer, device, scaled), step_of(model, optimizer, scaled)
+        for n, batch in enumerate(batches(16, device)):
+            if n == 8:
+                factor = 3.0
+            if n == 12:
+                model[1].momentum = 0.5
+            optimizer.zero_grad(set_to_none=True)
+            graphs.step(batch, work, choice=0) if captured else work(batch)
+        assert graphs.captures == (3 if captured else 0)
+        return list(model.state_dict().values())
+
+    for a, b in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9)
+
+
 def test_hooks_that_come_later_are_called() -> None:
     model = net("cpu")
     optimizer = OPTIMIZERS["sgd"](model.parameters())

@@ -576,6 +576,8 @@ def test_counted_products_are_those_that_run(case: Case, monkeypatch: pytest.Mon
     assert [charge.name for charge in timed] == [charge.name for charge in counted]
     for charge, known in zip(timed, counted, strict=True):
         kind, op = [*charge.name.split(), ""][:2]
+        if kind == "forward":  # seconds of the forward pass are shared out, not measured by operation
+            continue
         if charge.cost.seconds > 1e-3 or (kind == "dX" and op in ("Mm", "Addmm", "Convolution")):
             assert charge.cost.seconds == pytest.approx(known.cost.macs), charge.name
 

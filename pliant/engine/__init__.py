@@ -53,6 +53,7 @@ class Engine:
         self._not_lean: set[str] = set()
         self._told_lean: set[str] = set()
         self._callers: _CallersStep | None = None
+        self._no_ids = False
         self.missed = False  # whether the last batch was not in the cache
 
     # ------------------------------------------------------------ which way
@@ -79,11 +80,18 @@ class Engine:
         return allowed(self._asked, memory_is_short=memory_is_short, cuda=self._cuda, caches=caches)
 
     @property
+    def caches(self) -> bool:
+        """Whether what is computed before the choice is kept, as far as is known."""
+        return self.features is not None and self.way.prefix and "cache" not in self._prefix.reasons
+
+    @property
     def why_not(self) -> dict[str, str]:
         """What the engines that were asked did not do, and why."""
         out = dict(self._prefix.reasons) if any(way.prefix for way in self.race.ways) else {}
         if self.features is not None and not any(way.prefix for way in self.race.ways):
             out["cache"] = "the prefix engine is off"
+        if self._no_ids:
+            out["cache"] = "the batch says not which samples it holds: give ids, or wrap the dataset in data.with_ids"
         if any(way.graphs for way in self.race.ways):
             why = "there is no CUDA device" if self._graphs is None else self._graphs.why_not
             if why is not None:
@@ -118,6 +126,11 @@ class Engine:
         if old is not None:
             self.slices.carry_over(old, optimizer)
         return set(self.slices.parts)
+
+    @property
+    def _sliced(self) -> Hashable:
+        """The choice as far as trainable flags do not tell it."""
+        return self._choice if self.slices is not None else None
 
     def forget(self) -> None:
         """Weights or optimizer state were replaced: slices start with a fresh one, and nothing that was prepared counts."""
@@ -157,6 +170,7 @@ class Engine:
         run from Python, if it must.
         """
         way, misses = self.way, self.features.misses if self.features is not None else 0
+        self._no_ids = self.features is not None and ids is None
         by_graph = way.graphs and self._graphs is not None
         if by_graph and self.slices is not None:
             eager = "channels are chosen"
@@ -182,9 +196,9 @@ class Engine:
         self, batch: Any, ids: Any, finish: Callable[[torch.Tensor], torch.Tensor], part: tuple[bool, bool]
     ) -> torch.Tensor:
         """A step from the cache reads the features and what else of the batch is needed; what fills the cache runs eagerly."""
-        if not self._prefix.knows(batch, ids, self._choice):
+        if not self._prefix.knows(batch, ids, self._sliced):
             self._rehearse(batch, ids)
-        found = self._prefix.find(batch, ids, self._choice)
+        found = self._prefix.find(batch, ids, self._sliced)
         if found is None or found.rows is None:
             return finish(self._loss_of(batch, ids, found))
         needed = found.needed
@@ -211,15 +225,15 @@ class Engine:
 
         if not self.way.prefix:
             return forward()
-        if not self._prefix.knows(batch, ids, self._choice):
+        if not self._prefix.knows(batch, ids, self._sliced):
             self._rehearse(batch, ids)
-        return self._prefix.run(forward, batch, ids, self._choice, found)
+        return self._prefix.run(forward, batch, ids, self._sliced, found)
 
     def _rehearse(self, batch: Any, ids: Any) -> None:
         """One pass that leaves no trace, so that the program is known and every step of a choice runs the same way."""
         spare = map_tensors(batch, torch.clone)
         with sandbox(self._model):
-            self._prefix.run(lambda: compute_loss(self._model, self._loss, spare), spare, ids, self._choice)
+            self._prefix.run(lambda: compute_loss(self._model, self._loss, spare), spare, ids, self._sliced)
 
     def forward(self) -> AbstractContextManager[Any]:
         """What a forward pass of the caller's runs inside of; tell `after` of it when it is done."""

@@ -30,6 +30,7 @@ Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch
 
 _KEPT = 8  # captured steps
 _MOST_FAILURES = 3
+_NUMBERS = (int, float, str, bytes, type(None))
 _WAITS = "called a synchronizing"  # how PyTorch tells of it
 _HOOKS_OF_ALL = (
     modules._global_forward_hooks,
@@ -105,6 +106,12 @@ class Graphs:
         self._own_hooks = {name: len(getattr(optimizer, name)) for name in _STEP_HOOKS}  # those of the session
         self._modules = list(model.modules())
         self._hooks = [getattr(module, name) for module in self._modules for name in _MODULE_HOOKS]
+        self._plain = [
+            (module.__dict__, name)
+            for module in self._modules
+            for name, value in module.__dict__.items()
+            if name[0] != "_" and name != "training" and isinstance(value, _NUMBERS)
+        ]
         self._held = [held for module in self._modules for held in (module._parameters, module._buffers) if held]
         self.captures = self.replays = 0
 
@@ -234,7 +241,9 @@ class Graphs:
         modes = tuple(module.training for module in self._modules)
         device = self._device.type
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        key = choice, first, _outline(batch), modes, cast, settings
+        # Python's own numbers are read when a step is captured, and not again.
+        numbers = tuple([held.get(name) for held, name in self._plain]), _numbers_of(self._loss)
+        key = choice, first, _outline(batch), modes, cast, settings, numbers
         try:
             hash(key)
         except TypeError as error:
@@ -380,7 +389,7 @@ def _python_state(of: list[nn.Module], loss: Any) -> dict[str, Any]:
 
     def note(owner: str, held: Mapping[str, Any]) -> None:
         for name, value in held.items():
-            if isinstance(value, (int, float, str, bytes)) or value is None:
+            if isinstance(value, _NUMBERS):
                 out[f"{owner}.{name}"] = value
             elif isinstance(value, torch.Tensor):
                 out[f"{owner}.{name}"] = id(value)
@@ -397,6 +406,16 @@ def _python_state(of: list[nn.Module], loss: Any) -> dict[str, Any]:
     cells = getattr(function, "__closure__", None) or ()
     note("the loss", {name: _content(cell) for name, cell in zip(names, cells, strict=True)})
     return out
+
+
+def _numbers_of(loss: Any) -> tuple[Any, ...]:
+    """Plain values that a loss reads from around it."""
+    cells = getattr(getattr(loss, "__func__", loss), "__closure__", None) or ()
+    held = [_content(cell) for cell in cells]
+    for owner in (getattr(loss, "__self__", None), loss):
+        if owner is not None and not isinstance(owner, nn.Module):
+            held += getattr(owner, "__dict__", {}).values()
+    return tuple([value for value in held if isinstance(value, _NUMBERS)])
 
 
 def _content(cell: Any) -> Any:

@@ -131,7 +131,7 @@ class Prefix:
             kept = self.features is not None and ids is not None
             samples = len(ids) if kept and ids is not None else None
             key, is_hooked = self._key(tensors, kept, choice)
-            inside, plan = key[1], self._programs.get(key)
+            plan = self._programs.get(key)
         if plan is None:
             return self._record(key, forward, tensors, samples, is_hooked)
         self._programs.move_to_end(key)
@@ -143,7 +143,7 @@ class Prefix:
         rows = found.rows if found is not None else None
         if is_cached and found is None:
             with unwatched():
-                rows = self._look_up(plan, inside, tensors, ids)
+                rows = self._look_up(plan, tensors, ids)
         return self._follow(key, plan, forward, tensors, ids if is_cached else None, rows)
 
     def find(self, batch: Any, ids: Any, choice: Hashable = None) -> Found | None:
@@ -155,15 +155,15 @@ class Prefix:
             if plan is None or plan.is_idle or plan.program.uncacheable is not None or self.features is None:
                 return None
             self._last = plan
-            return Found(self._look_up(plan, key[1], tensors, ids), plan.needed(tensors))
+            return Found(self._look_up(plan, tensors, ids), plan.needed(tensors))
 
-    def _look_up(self, plan: _Plan, inside: Hashable, batch: list[torch.Tensor], ids: Any) -> Any:
+    def _look_up(self, plan: _Plan, batch: list[torch.Tensor], ids: Any) -> Any:
         assert self.features is not None
         if plan.like is None:
             plan.like = next((one.like for one in self._alike if plan.keeps_like(one)), next(_NEW))
             self._alike = [*self._alike[1 - _PROGRAMS :], plan]
         shapes = tuple((tensor.shape[1:], tensor.dtype) for tensor in batch)
-        self.features.begin((inside, shapes, plan.like, plan.signature()))
+        self.features.begin((_autocast(), shapes, plan.like, plan.signature()))  # whatever else is chosen behind it
         return self.features.get(ids, plan.values[plan.frontier[0]].device)
 
     def knows(self, batch: Any, ids: Any = None, choice: Hashable = None) -> bool:
