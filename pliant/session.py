@@ -75,6 +75,7 @@ class Session:
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         cache: Features | str | int | None = None,
+        prefix_dtype: torch.dtype | None = None,
         log: str | os.PathLike[str] | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
         allow_mismatch: bool = False,
@@ -82,7 +83,8 @@ class Session:
         correct: bool = True,
     ) -> None:
         """`profile` is a saved measurement to use instead of measuring; `undo` keeps what `delta` and `rollback` need; `cache`
-        is how many bytes of features may be kept by sample, or a `Features` of your own.
+        is how many bytes of features may be kept by sample, or a `Features` of your own; `prefix_dtype` is what the prefix
+        engine computes in, like torch.bfloat16 where the device is fast at it.
 
         `correct` plans again within a round where measured steps miss the time that was asked or take more memory. What is
         chosen then hangs on measurements; without it, on the profile and the seed alone.
@@ -113,7 +115,7 @@ class Session:
             cache = Features(cache)
         if cache is not None and not isinstance(cache, Features):
             raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
-        self._engine = Engine(model, loss, engine, cache)
+        self._engine = Engine(model, loss, engine, cache, prefix_dtype)
         self._engine.settle(policy.budget.memory is not None, races=False)
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
         self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct, engine=self._engine.keeps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,7 +63,15 @@ def samples(kind: type[nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(x, torch.randint(0, 4, (22,)), strict=True))
 
 
-def train(kind: type[nn.Module], engine: str, device: str, steps: int, cached: bool, every: int) -> tuple[list[Any], Session]:
+def train(
+    kind: type[nn.Module],
+    engine: str,
+    device: str,
+    steps: int,
+    cached: bool,
+    every: int,
+    on_step: Callable[[Session], None] = lambda session: None,
+) -> tuple[list[Any], Session]:
     torch.manual_seed(0)
     model = kind().double().to(device)
     for module in model.modules():
@@ -84,6 +94,7 @@ def train(kind: type[nn.Module], engine: str, device: str, steps: int, cached: b
                 assert ids_of(batch) is not None
                 session.step(batch)
                 chosen.append(sorted(session.selection.params))
+                on_step(session)
         values = [value.clone() for value in model.state_dict().values()]
     return [chosen, *values], session
 
@@ -166,3 +177,44 @@ def test_a_batch_without_ids_is_told_of() -> None:
         assert "give ids" in session.why_not["cache"]
         session.step(next(iter(torch.utils.data.DataLoader(with_ids(samples(Residual)), batch_size=5))))
         assert "cache" not in session.why_not
+
+
+@pytest.mark.parametrize("engine", ["lean", "prefix", "lean+prefix+graphs"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_two_hundred_choices_leave_nothing_alive(engine: str, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    alive = []
+
+    def count(session: Session) -> None:
+        if session.progress.step % 40 == 39:
+            gc.collect()
+            alive.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+
+    train(Residual, engine, "cpu", 200, cached, every=1, on_step=count)
+    assert len(alive) == 5
+    assert max(alive[1:]) < alive[0] + 60  # the last few programs and captures are kept; 160 choices came after the first count
+
+
+@pytest.mark.parametrize("engine", ["plain", "lean", "prefix", "prefix+graphs"])
+def test_the_model_is_the_users_own_at_any_moment(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between steps it evaluates as a plain copy of it does, and hooks see what they would have seen."""
+    stand_in(monkeypatch)
+    keys, seen, x = list(Residual().state_dict()), [], samples(Residual)[0][0][None]
+
+    def look(session: Session) -> None:
+        model, step = session.model, session.progress.step
+        assert list(model.state_dict()) == keys
+        twin = Residual().double()
+        twin.load_state_dict(model.state_dict())
+        modes = [module.training for module in model.modules()]
+        assert torch.equal(model.eval()(x), twin.eval()(x))
+        for module, mode in zip(model.modules(), modes, strict=True):
+            module.training = mode
+        if step == 8:
+            model.stem.register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+        if step > 9:
+            assert len(seen) > 2 * (step - 9)  # once in each step and once above
+            assert all(torch.isfinite(out).all() and out.abs().sum() > 0 for out in seen)
+
+    train(Residual, engine, "cpu", 15, False, every=5, on_step=look)
+    assert seen

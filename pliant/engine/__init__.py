@@ -38,14 +38,21 @@ ENGINES: dict[str, Callable[..., AbstractContextManager[Any]]] = {"plain": plain
 class Engine:
     """Runs a session's steps: knows the way they go, what their forward passes run inside of, and the slices that train."""
 
-    def __init__(self, model: nn.Module, loss: Loss, engine: str, features: Features | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        engine: str,
+        features: Features | None = None,
+        prefix_dtype: torch.dtype | None = None,
+    ) -> None:
         self._model, self._loss = model, loss
         self._asked = engine
         self._cuda = next(model.parameters()).device.type == "cuda"
         self.features = features
         self.slices: Slices | None = None
         self.race = Race(self._allowed(memory_is_short=False))
-        self._prefix = Prefix(model, features)
+        self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_norms(model)
         self._graphs: Graphs | None = None
         self._choice: Hashable = None
