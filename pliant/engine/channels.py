@@ -183,7 +183,22 @@ def _by_products(grad: torch.Tensor, input: torch.Tensor, shape: tuple[int, ...]
             rows, values = (tensor.movedim(1, -1).reshape(-1, tensor.shape[1]) for tensor in (some, data))
             places[place] = rows.t() @ values
         else:
-            places[place] = torch.bmm(some.flatten(2), data.flatten(2).transpose(1, 2)).sum(0)
+            places[place] = _product(some, data)
+    return out
+
+
+_LARGE, _AT_ONCE = 1024, 2048  # positions: of a map that a product is made of alone, and of several small ones together
+
+
+def _product(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """For each channel of a gradient and of an input the sum of their products over all positions of all samples."""
+    positions = math.prod(grad.shape[2:])
+    if positions >= _LARGE:
+        return torch.bmm(grad.flatten(2), input.flatten(2).transpose(1, 2)).sum(0)
+    out = grad.new_zeros(grad.shape[1], input.shape[1])
+    samples = max(1, _AT_ONCE // positions)
+    for some, data in zip(grad.split(samples), input.split(samples), strict=True):
+        out.addmm_(some.transpose(0, 1).flatten(1), data.transpose(0, 1).flatten(1).t())
     return out
 
 
