@@ -218,3 +218,17 @@ def test_the_model_is_the_users_own_at_any_moment(engine: str, monkeypatch: pyte
 
     train(Residual, engine, "cpu", 15, False, every=5, on_step=look)
     assert seen
+
+
+def test_in_the_callers_own_loop_they_step_aside_and_say_so() -> None:
+    model = Residual().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+    batch = torch.randn(5, 3, 6, 6, dtype=torch.float64), torch.zeros(5, dtype=torch.long)
+    with Session(model, optimizer, classify, recipes.only("head*"), engine="prefix") as session:
+        session.before_step(batch)
+        optimizer.zero_grad()
+        classify(model, batch).backward()
+        optimizer.step()
+        assert "session.step" in session.why_not["prefix"]
+        session.step(batch)
+        assert session.why_not == {}

@@ -60,7 +60,7 @@ class Engine:
         self._not_lean: set[str] = set()
         self._told_lean: set[str] = set()
         self._callers: _CallersStep | None = None
-        self._no_ids = False
+        self._no_ids = self._is_callers = False
         self.missed = False  # whether the last batch was not in the cache
 
     # ------------------------------------------------------------ which way
@@ -103,6 +103,9 @@ class Engine:
             why = "there is no CUDA device" if self._graphs is None else self._graphs.why_not
             if why is not None:
                 out["graphs"] = why
+        if self._is_callers:  # only forced ones: "auto" does not count on them here
+            forced = [name for name in ("prefix", "graphs") if getattr(self.way, name)]
+            out.update(dict.fromkeys(forced, "the step is the caller's own: session.step takes it that way"))
         if self._not_lean:
             out["lean"] = _as_plain(self._not_lean)
         return out
@@ -177,7 +180,7 @@ class Engine:
         run from Python, if it must.
         """
         way, misses = self.way, self.features.misses if self.features is not None else 0
-        self._no_ids = self.features is not None and ids is None
+        self._no_ids, self._is_callers = self.features is not None and ids is None, False
         by_graph = way.graphs and self._graphs is not None
         if by_graph and self.slices is not None:
             eager = "channels are chosen"
@@ -257,7 +260,8 @@ class Engine:
     # ------------------------------------------------------------ a step of the caller's
 
     def hang_on(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Until `let_go`, the caller's forward passes and the optimizer's step run as ours would."""
+        """Until `let_go`, the caller's forward passes and the optimizer's step run as ours would, where hooks can make them."""
+        self._is_callers = True
         self.let_go()
         self.zero_grad()
         if self.way.lean or self.slices is not None:
