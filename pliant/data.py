@@ -210,9 +210,8 @@ class _Carrier:
 
 
 @cache
-def _carrying(kind: Hashable) -> Any:
+def _carrying(kind: type[Any]) -> Any:
     """The type that is `kind` and carries ids, as `.ids` too where that is not taken."""
-    assert isinstance(kind, type)
     own = {} if hasattr(kind, "ids") else {"ids": property(ids_of)}
     return type(f"{kind.__name__}_with_ids", (_Carrier, kind), own)
 

@@ -19,8 +19,9 @@ from pliant.apply import sandbox
 from pliant.batches import Loss, map_tensors, tensors
 from pliant.engine.features import Features
 from pliant.engine.graphs import Graphs, Work
-from pliant.engine.lean import Lean, norms_at_rest, watch_norms
+from pliant.engine.lean import Lean
 from pliant.engine.prefix import Found, Prefix
+from pliant.engine.rest import norms_at_rest, watch_norms
 from pliant.engine.slices import Sliced, Slices, check_elementwise
 from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import compute_loss
@@ -181,29 +182,30 @@ class Engine:
         """
         way, misses = self.way, self.features.misses if self.features is not None else 0
         self._no_ids, self._is_callers = self.features is not None and ids is None, False
-        by_graph = way.graphs and self._graphs is not None
-        if by_graph and self.slices is not None:
+        graphs = self._graphs if way.graphs else None
+        if graphs is not None and self.slices is not None:
             eager = "channels are chosen"
-        if not by_graph or eager is not None:
+        if graphs is None or eager is not None:
             if self._graphs is not None:
                 self._graphs.why_not = eager
             value = finish(self._loss_of(batch, ids))
         elif self.features is not None and ids is not None and way.prefix:
-            value = self._take_cached(batch, ids, finish, part)
+            value = self._take_cached(graphs, batch, ids, finish, part)
         else:
-            value = self._captured(batch, lambda batch: finish(self._loss_of(batch, None)), part)
+            value = self._captured(graphs, batch, lambda batch: finish(self._loss_of(batch, None)), part)
         if self.features is not None:
             self.missed = self.features.misses > misses
         return value
 
-    def _captured(self, batch: Any, work: Work, part: tuple[bool, bool], needed: Hashable = None) -> torch.Tensor:
-        assert self._graphs is not None
+    def _captured(
+        self, graphs: Graphs, batch: Any, work: Work, part: tuple[bool, bool], needed: Hashable = None
+    ) -> torch.Tensor:
         # What is made of weights once, a captured step holds on to.
         made = self._prefix.signature() if self.way.prefix else None, norms_at_rest(self._norms) if self.way.lean else None
-        return self._graphs.step(batch, work, choice=(self._choice, str(self.way), part, made, needed), first=part[0])
+        return graphs.step(batch, work, choice=(self._choice, str(self.way), part, made, needed), first=part[0])
 
     def _take_cached(
-        self, batch: Any, ids: Any, finish: Callable[[torch.Tensor], torch.Tensor], part: tuple[bool, bool]
+        self, graphs: Graphs, batch: Any, ids: Any, finish: Callable[[torch.Tensor], torch.Tensor], part: tuple[bool, bool]
     ) -> torch.Tensor:
         """A step from the cache reads the features and what else of the batch is needed; what fills the cache runs eagerly."""
         if not self._prefix.knows(batch, ids, self._sliced):
@@ -221,7 +223,7 @@ class Engine:
             there = map_tensors(batch, lambda tensor: next(ones) if next(places) in needed else tensor)
             return finish(self._loss_of(there, ids, Found(rows, needed)))
 
-        return self._captured((found.rows, own, bare), work, part, needed)
+        return self._captured(graphs, (found.rows, own, bare), work, part, needed)
 
     def _loss_of(self, batch: Any, ids: Any, found: Found | None = None) -> torch.Tensor:
         with ENGINES[self.keeps](self.slices) as inside:

@@ -13,17 +13,17 @@ Functions without a rule keep what they always keep; those that are not known to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant.engine import bits
 from pliant.engine.channels import nothing
+from pliant.engine.rest import batch_norm, trains
 from pliant.engine.slices import Slices
 from pliant.recorder import SMALL as _SMALL
 
@@ -31,7 +31,6 @@ Packed = tuple[Any, ...]  # how to give a tensor back, what is kept for it (None
 Pack = Callable[[torch.Tensor], Packed]
 Rule = Callable[..., Pack | None]  # the arguments of a call → what to do with each tensor that is kept for it; None: keep it
 
-_SMALL_NORM = 1 << 16  # elements: up to this one more pass over them costs less than a backward function in Python does
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -214,10 +213,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- rules, by function
 
 
-def _trains(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.requires_grad
-
-
 def _convolution(input: Any, weight: Any, *_: Any, **__: Any) -> Pack | None:
     """The input is for the weight's gradient alone."""
     if weight.requires_grad:
@@ -231,7 +226,7 @@ def _convolution(input: Any, weight: Any, *_: Any, **__: Any) -> Pack | None:
 
 def _norm(input: Any, *more: Any, **named: Any) -> Pack | None:
     """The input is for its own gradient and the scale's; the shift's needs none."""
-    if _trains(input) or _trains(named["weight"] if "weight" in named else (*more, None, None)[1]):
+    if trains(input) or trains(named["weight"] if "weight" in named else (*more, None, None)[1]):
         return None
     return lambda tensor: _shape(tensor) if tensor.shape == input.shape else _whole(tensor)
 
@@ -307,7 +302,7 @@ def _relu6_(input: Any, inplace: bool = False) -> Any:
 
 def _hardtanh_(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
     """Clips in place, for which autograd would copy the input first; None for all else."""
-    pack = _hardtanh(input, min_val, max_val) if inplace and _trains(input) and not input.is_leaf else None
+    pack = _hardtanh(input, min_val, max_val) if inplace and trains(input) and not input.is_leaf else None
     if pack is None or input._is_view():
         return None
     packed = pack(input)
@@ -330,94 +325,6 @@ class _Clipped(torch.autograd.Function):
         return torch.ops.aten.hardtanh_backward(grad, mask, *ctx.bounds), None, None, None, None
 
 
-# ---------------------------------------------------------------- norms at rest
-
-
-def _batch_norm(
-    input: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    """A batch norm on its running statistics whose scale is not chosen; None for all others."""
-    if training or running_var is None or _trains(weight) or not (input.requires_grad or _trains(bias)):
-        return None
-    dtype, small = input.dtype, input.numel() <= _SMALL_NORM and input.device.type == "cpu"
-    if small and input.requires_grad and running_var.dtype == dtype and not _trains(bias):
-        scale = _scale(input.dim(), running_var, weight, eps)
-        if scale.dtype == dtype:
-            out = input * scale  # for its graph; the values are the norm's
-            out.data = scale  # frees the product before there are others
-            out.data = _at_rest(input.detach(), running_mean, running_var, weight, bias, eps)
-            return out
-    return _Scaled.apply(input, running_mean, running_var, weight, bias, eps)
-
-
-def _at_rest(input: Any, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
-    return torch.batch_norm(input, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
-
-
-class _Scaled(torch.autograd.Function):
-    """A batch norm on its running statistics whose scale is not chosen: backward is one product."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Any, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
-        ctx.scale, ctx.bias_dtype = _scale(input.dim(), var, weight, eps), None if bias is None else bias.dtype
-        return _at_rest(input, mean, var, weight, bias, eps)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_input = d_bias = None
-        if ctx.needs_input_grad[0]:
-            d_input = grad * ctx.scale if grad.dtype == ctx.scale.dtype else (grad * ctx.scale).to(grad.dtype)
-        if ctx.needs_input_grad[4]:
-            d_bias = grad.sum([d for d in range(grad.dim()) if d != 1], dtype=ctx.bias_dtype)
-        return d_input, None, None, None, d_bias, None
-
-
-def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """What a norm at rest multiplies with; computed again when a statistic or the weight was written to."""
-    sources = var, weight, _COUNTERS.get(var)
-    state = dims, eps, *[(id(t), t.data_ptr(), t._version) for t in sources if t is not None]
-    known = _SCALES.get(var)
-    if known is None or known[0] != state:
-        scale = (var.detach() + eps).rsqrt_()
-        scale = scale if weight is None else scale * weight.detach()
-        known = _SCALES[var] = state, scale.view(1, -1, *[1] * (dims - 2))
-    return known[1]
-
-
-_SCALES: Any = WeakTensorKeyDictionary()
-_COUNTERS: Any = WeakTensorKeyDictionary()  # a norm writes to its statistics without saying so, but counts when it does
-
-
-def watch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The norms with running statistics, whose changes are noticed from now on."""
-    norms = [module for module in model.modules() if isinstance(getattr(module, "running_var", None), torch.Tensor)]
-    for norm in norms:
-        if isinstance(getattr(norm, "num_batches_tracked", None), torch.Tensor):
-            _COUNTERS[norm.running_var] = norm.num_batches_tracked
-    return norms
-
-
-def norms_at_rest(norms: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
-    """Changes when one of these at rest was written to: the lean engine holds what it multiplies with."""
-    return tuple(
-        [
-            tensor._version
-            for norm in norms
-            if not norm.training
-            for tensor in (*norm._parameters.values(), *norm._buffers.values())
-            if tensor is not None
-        ]
-    )
-
-
 _CONVOLUTIONS: tuple[Any, ...] = (torch.conv1d, torch.conv2d, torch.conv3d)
 _CONVOLUTIONS += (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
 _RULES: dict[Any, Rule] = {
@@ -437,7 +344,7 @@ _RULES: dict[Any, Rule] = {
 }
 # Functions that have a version of our own, for some of their calls.
 _OWN: dict[Any, Callable[..., Any]] = {
-    F.batch_norm: _batch_norm,
+    F.batch_norm: batch_norm,
     F.relu6: _relu6_,
     F.hardtanh: _hardtanh_,
     F.hardtanh_: partial(_hardtanh_, inplace=True),
