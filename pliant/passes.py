@@ -23,6 +23,7 @@ from pliant.recorder import op_name
 _MOST_SLOTS = 3
 _CYCLES_PER_SECOND = 2e9  # of a GPU that is kept waiting while work queues up behind it: about
 _FAR = 2.0
+_HOOKS = 2e-5  # seconds that marking a node takes, beside issuing it: about
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Passes:
         self.slots = _slots(self.graph)
         self.watch = Watch(self.device)
         self._bound: str | None = None  # on CUDA: what a step waits for
-        self._issue_seconds = 0.03
+        self._lead: float | None = None  # seconds that a GPU must be kept waiting so that it never waits by itself
 
     def _norms_move(self) -> bool:
         """Whether the mode of some norm hangs on the choice."""
@@ -120,24 +121,24 @@ class Passes:
         measured behind a queue of work, so that the GPU never waits. One that is far below the other is not measured again.
         """
         inputs = self._asked(live, ask, roots)
+        issued: dict[int, float] = {}
+        computed: dict[int, float] = {}
         if not inputs:
-            return np.zeros(len(live))
+            return _by_node(computed, len(live))
         if not self.watch.cuda:
-            return _marked(value, inputs, live, self.watch)
-        issued = computed = np.zeros(len(live))
+            return _by_node(_marked(value, inputs, live, self.watch), len(live))
         if self._bound != "gpu":
             issued = _marked(value, inputs, live, LaunchWatch())
         if self._bound != "launch":
             self.watch.settle()
-            torch.cuda._sleep(int(self._issue_seconds * _CYCLES_PER_SECOND))
+            wait = _lead(issued, {}) if self._lead is None else self._lead
+            torch.cuda._sleep(int(wait * _CYCLES_PER_SECOND))
             computed = _marked(value, inputs, live, self.watch)
-        if self._bound is None:
-            self._issue_seconds = 1.5 * float(issued.sum()) + 20e-6 * len(live)
-            if issued.sum() > _FAR * computed.sum():
-                self._bound = "launch"
-            elif computed.sum() > _FAR * issued.sum():
-                self._bound = "gpu"
-        return np.maximum(issued, computed)
+        if self._lead is None:
+            self._lead = _lead(issued, computed)
+            gpu, cpu = sum(computed.values()), sum(issued.values())
+            self._bound = "launch" if cpu > _FAR * gpu else "gpu" if gpu > _FAR * cpu else None
+        return np.maximum(_by_node(issued, len(live)), _by_node(computed, len(live)))
 
     def _asked(self, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[Any]:
         return [*(_roots(self.graph, live) if roots else ()), *(self.params[name] for name in ask)]
@@ -213,15 +214,33 @@ def _roots(graph: Graph, live: Sequence[Any]) -> list[GradientEdge]:
     return [GradientEdge(node, k) for node, k in edges]
 
 
-def _marked(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any], watch: Watch) -> NDArray[np.float64]:
+def _marked(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any], watch: Watch) -> dict[int, float]:
+    """Seconds of the nodes that a backward pass runs, in the order in which it does."""
     begun: dict[int, Any] = {}
     ended: dict[int, Any] = {}
     _hooked(value, inputs, live, lambda i: begun.__setitem__(i, watch.mark()), lambda i: ended.__setitem__(i, watch.mark()))
     watch.settle()
-    out = np.zeros(len(live))
-    for i, end in ended.items():
-        out[i] = watch.seconds(begun[i], end)
+    return {i: watch.seconds(start, ended[i]) for i, start in begun.items() if i in ended}
+
+
+def _by_node(seconds: Mapping[int, float], nodes: int) -> NDArray[np.float64]:
+    out = np.zeros(nodes)
+    for i, taken in seconds.items():
+        out[i] = taken
     return out
+
+
+def _lead(issued: Mapping[int, float], computed: Mapping[int, float]) -> float:
+    """How long a GPU must be held back so that it finds every node's work issued, even when it is asked for half of it.
+
+    Issuing may take half as long again.
+    """
+    ready = done = lead = 0.0
+    for i, seconds in issued.items():
+        ready += 1.5 * seconds + _HOOKS
+        lead = max(lead, ready - done)
+        done += computed.get(i, 0.0) / 2
+    return lead
 
 
 def _hooked(

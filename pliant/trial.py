@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -197,12 +198,20 @@ def _scales(parts: Array, measured: Array, trust: float) -> Array:
 
 
 def _least_squares(rows: Array, values: Array) -> Array:
-    """x ≥ 0 that makes rows · x most like the values."""
-    from scipy.optimize import nnls
+    """x ≥ 0 that makes rows · x most like the values: with so few unknowns, the best over all sets of those that are not 0.
 
+    (`scipy.optimize.nnls` does the same; importing it takes longer than several steps of training.)
+    """
     size = np.linalg.norm(rows, axis=0)
     size[size == 0] = 1.0
-    return np.array(nnls(rows / size, values)[0]) / size
+    best, least = np.zeros(rows.shape[1]), float(values @ values)
+    for free in itertools.product((False, True), repeat=rows.shape[1]):
+        found = np.zeros(rows.shape[1])
+        found[list(free)] = np.linalg.lstsq((rows / size)[:, list(free)], values, rcond=None)[0]
+        miss = values - rows / size @ found
+        if (found >= 0).all() and miss @ miss < least:
+            best, least = found, float(miss @ miss)
+    return best / size
 
 
 def _rescaled(graph: Graph, times: Times, scales: Array) -> Times:

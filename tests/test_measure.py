@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 
-from pliant import Part, Profile, ProfileMismatch, Unit, apply, batches, measure, trial
+from pliant import Part, Profile, ProfileMismatch, Unit, apply, batches, measure, passes, trial
 from pliant.apply import NormRule, Norms, apply_, sandbox
 from pliant.clock import Watch
 from pliant.graph import read, trainable, walk
@@ -1010,3 +1010,24 @@ def test_a_loss_that_raises_leaves_no_trace(name: str, make: str, at_call: int) 
     with pytest.raises(RuntimeError, match="midway"):
         MEASURES[make](model, optimizer, failing(loss, at_call), batch)
     assert fingerprint(model, optimizer) == before
+
+
+# ---------------------------------------------------------------- small parts
+
+
+@shapes_vary
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(0, 2**32 - 1))
+def test_least_squares_that_stay_positive_are_scipys(unknowns: int, more: int, seed: int) -> None:
+    from scipy.optimize import nnls
+
+    draw = np.random.default_rng(seed)
+    rows, values = draw.normal(size=(unknowns + more, unknowns)), draw.normal(size=unknowns + more)
+    assert trial._least_squares(rows, values) == pytest.approx(nnls(rows, values)[0], abs=1e-9)
+
+
+def test_a_gpu_waits_until_it_never_has_to() -> None:
+    """Issued in 1 ms each (1.5 and the hooks' 0.02 when disturbed); the second computes for long, so that all are there."""
+    issued = {2: 1e-3, 0: 1e-3, 1: 1e-3}
+    assert passes._lead(issued, {}) == pytest.approx(3 * 1.52e-3)
+    assert passes._lead(issued, {0: 1.0}) == pytest.approx(2 * 1.52e-3)
+    assert passes._lead(issued, {2: 1.0}) == pytest.approx(1.52e-3)
