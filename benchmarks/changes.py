@@ -2,12 +2,13 @@
 
     python benchmarks/changes.py                   # some minutes on one CPU thread
     python benchmarks/changes.py --device cuda     # half a minute on a GPU
-    python benchmarks/changes.py --quick           # one network, twenty changes: less than a minute
+    python benchmarks/changes.py --quick           # one network, forty changes: less than a minute
 
-A session trains the last quarter, half and three quarters of a net's layers in turn, a few steps each; choosing itself costs
-next to nothing here. What a round's first steps take more than the median of its last three is what the change costs. A new
-selection is applied and recorded or captured; `back to one` is a later round of one of the last few. Then as many different
-selections follow as are asked for, and the memory that is held after each of their rounds is written down.
+A session trains the last quarter, half and three quarters of a net in turn, some steps each. What a round's steps take
+more than the median of its last three is what the change costs, beside `choosing`, which the session counts itself (planning
+by a recipe, here without a probe). A new selection is recorded or captured; `back to one` is a later round of one of the last
+few. Then ten random selections follow each other around and around, more than are remembered, so that each is new again. What
+is held after a round is compared with what was held after the second round of the same selection (the first makes state).
 
 CPU: CPU time of one thread; memory is what the process holds (RSS). GPU: synchronised wall time; allocated and reserved bytes.
 """
@@ -36,15 +37,17 @@ from pliant.solve import Mask, Problem
 
 STEPS = 6  # of a round: one eager, one captured, four replayed
 SHARES = (0.25, 0.5, 0.75)
-RETURNS = 4  # rounds of each, after its first
+EARLY = 5 * len(SHARES)  # rounds
+RANDOM = 10  # choices
 
 
 def turns(problem: Problem) -> Mask:
-    """The last quarter, half and three quarters in turn; later, another random choice every round."""
-    count, early = len(problem.names), len(SHARES) * (1 + RETURNS)
-    if problem.round < early:
+    """The last quarter, half and three quarters in turn; later, random choices in turn."""
+    count = len(problem.names)
+    if problem.round < EARLY:
         return np.arange(count) < count * SHARES[problem.round % len(SHARES)]
-    return (problem.rng().random(count) < 0.5) & (np.arange(count) < count / 2) | problem.always
+    draw = np.random.default_rng((problem.round - EARLY) % RANDOM)
+    return (draw.random(count) < 0.5) & (np.arange(count) < count / 2) | problem.always
 
 
 def held(device: str) -> dict[str, int]:
@@ -60,42 +63,50 @@ def cell(name: str, size: int, setting: dict[str, Any]) -> dict[str, Any]:
     model = build(name, setting["pixels"]).to(device)
     batch = nets.batch(name, size, setting["pixels"], device)
     policy = Policy(units.layers(), score.nearness(), measure.counted, turns, schedule.every(steps=STEPS), name="turns")
-    early, new, again, memory = len(SHARES) * (1 + RETURNS), [], [], []
+    new, again, choosing, memory = [], [], [], []
     with Session(model, sgd(model), loss_on(device), policy, engine=setting["engine"]) as session:
-        for _ in range(2 * STEPS):  # whatever a process does once
-            session.step(batch)
-        for turn in range(2, early + setting["changes"]):
-            taken = []
+        for turn in range(EARLY + setting["changes"]):
+            taken, chosen = [], session.spent["choosing"]
             for _ in range(STEPS):
                 start = clock(device)
                 session.step(batch)
                 taken.append(clock(device) - start)
-            usual = statistics.median(taken[-3:])
-            if turn < early:
-                costs = new if turn < len(SHARES) else again
-                costs.append(sum(taken) - STEPS * usual)
-            else:
+            chosen = session.spent["choosing"] - chosen
+            cost = sum(taken) - STEPS * statistics.median(taken[-3:]) - chosen
+            if 0 < turn < EARLY:  # a process does some things once
+                (new if turn < len(SHARES) else again).append(cost)
+                choosing.append(chosen)
+            elif turn >= EARLY:
                 gc.collect()
                 memory.append(held(device))
         engine, notes = session.engine, dict(session.why_not)
-    return {"network": name, "batch": size, "ran": engine, "why_not": notes, "new": new, "again": again, "held": memory}
+    costs = {"new": new, "again": again, "choosing": choosing, "held": memory}
+    return {"network": name, "batch": size, "ran": engine, "why_not": notes, **costs}
 
 
 def table(cells: list[dict[str, Any]]) -> str:
     lines = [
-        "| network | batch | ran on | a new selection | back to one | changes | held after the 20th | most afterwards |",
-        "|" + "---|" * 8,
+        "| network | batch | ran on | a new selection | back to one | choosing | changes | held at most | grown at most |",
+        "|" + "---|" * 9,
     ]
     for c in cells:
-        first, later = c["held"][: min(20, len(c["held"]) // 2)], c["held"][min(20, len(c["held"]) // 2) :]
-        early = ", ".join(f"{kind} {first[-1][kind] / 1e6:.1f} MB" for kind in first[-1])
-        most = ", ".join(f"{kind} {max(row[kind] for row in later) / 1e6:.1f} MB" for kind in later[-1])
-        again = sorted(1e3 * seconds for seconds in c["again"])
+        most = ", ".join(f"{kind} {max(row[kind] for row in c['held']) / 1e6:.1f} MB" for kind in c["held"][0])
+        grown = ", ".join(f"{kind} {_grown(c['held'], kind) / 1e6:.1f} MB" for kind in c["held"][0])
         lines.append(
-            f"| {c['network']} | {c['batch']} | {c['ran']} | {1e3 * max(c['new']):.0f} ms "
-            f"| {statistics.median(again):.1f} ms (at most {again[-1]:.1f}) | {len(c['held'])} | {early} | {most} |"
+            f"| {c['network']} | {c['batch']} | {c['ran']} | {1e3 * max(c['new']):.0f} ms | {_several(c['again'])} "
+            f"| {_several(c['choosing'])} | {len(c['held'])} | {most} | {grown} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _several(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.1f} ms (at most {1e3 * max(seconds):.1f})"
+
+
+def _grown(rows: list[dict[str, int]], kind: str) -> int:
+    """How much more was held after a round of some selection than after its second round, at most."""
+    by_choice = [[row[kind] for row in rows[RANDOM + k :: RANDOM]] for k in range(RANDOM)]
+    return max(now - several[0] for several in by_choice for now in several)
 
 
 def main() -> None:
@@ -111,7 +122,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:
-        args.changes, args.networks = 20, ["mobilenet_v2"]
+        args.changes, args.networks = 40, ["mobilenet_v2"]
     cuda = args.device == "cuda"
     setting = {
         "device": args.device,

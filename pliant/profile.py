@@ -158,10 +158,10 @@ class Profile:
         seconds = self.base.seconds + math.fsum(charge.cost.seconds for charge in due)
         macs = self.base.macs + sum(charge.cost.macs for charge in due)
         change = np.zeros(len(self.moments) + 1, np.int64)
-        for charge in due:
-            start, end = charge.live or (0, len(self.moments))
-            change[start] += charge.cost.bytes
-            change[end] -= charge.cost.bytes
+        size = np.array([charge.cost.bytes for charge in due], np.int64)
+        live = np.array([charge.live or (0, len(self.moments)) for charge in due], np.intp).reshape(-1, 2)
+        np.add.at(change, live[:, 0], size)
+        np.subtract.at(change, live[:, 1], size)
         peak = int((np.cumsum(change)[:-1] + np.array(self.moments, np.int64)).max()) - max(self.moments)
         return Cost(seconds, self.base.bytes + peak, macs)
 
@@ -172,15 +172,30 @@ class Profile:
     def due(self, units: Iterable[Unit]) -> list[Charge]:
         """The charges that a step pays when just these units are chosen."""
         chosen = self._pieces(part for unit in units for part in unit.parts)
-        due, out = [False] * len(self.charges), []
+        asked = sum(self._bits.get(param, 0) for param in chosen)
+        due = [(charge, behind) for charge, own, behind in self._reach if (own | behind) & asked]
+        if all(dim is None for dim, _ in chosen.values()):
+            return [charge for charge, _ in due]
+        out = []
+        for charge, behind in due:
+            share = charge.share([chosen[p] for p in charge.params if p in chosen], bool(behind & asked))
+            out.append(charge if share == 1.0 else replace(charge, cost=charge.cost.times(share)))
+        return out
+
+    @cached_property
+    def _bits(self) -> dict[str, int]:
+        """A bit for each parameter, so that a number can stand for a set of them."""
+        return {param: 1 << i for i, param in enumerate(self.params)}
+
+    @cached_property
+    def _reach(self) -> list[tuple[Charge, int, int]]:
+        """Each charge that counts on this engine, with its own parameters and those that make it due by way of others."""
+        own = [sum(self._bits[param] for param in set(charge.params)) for charge in self.charges]
+        behind = [0] * len(self.charges)
         for i in range(len(self.charges) - 1, -1, -1):
-            charge = self.charges[i]
-            behind = any(map(due.__getitem__, charge.via))
-            due[i] = behind or not chosen.keys().isdisjoint(charge.params)
-            if due[i] and self._counts(charge):
-                share = charge.share([chosen[p] for p in charge.params if p in chosen], behind)
-                out.append(charge if share == 1.0 else replace(charge, cost=charge.cost.times(share)))
-        return out[::-1]
+            for j in self.charges[i].via:
+                behind[i] |= own[j] | behind[j]
+        return [each for each in zip(self.charges, own, behind, strict=True) if self._counts(each[0])]
 
     def _counts(self, charge: Charge) -> bool:
         return charge.engine in (None, self.engine) or (self.cached and charge.engine == CACHED)

@@ -208,6 +208,7 @@ def milp(gap: float = 0.0, nodes: int = 20_000) -> Solver:
     x_u ∈ {0, 1} for units, y_j ≥ x_u for charges. It stops at the relative `gap` or after `nodes` branches, never by the clock,
     so that the same problem has the same answer everywhere; the better of its answer and the one-pass one is returned.
     """
+    import scipy.optimize  # noqa: F401  # half a second that training would wait for, were it the first choice that imports
 
     if not gap >= 0 or nodes < 1:
         raise ValueError(f"milp(gap={gap}, nodes={nodes}): the gap is a share, 0 or more, and there is at least one node.")
