@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,6 +73,7 @@ def train(
     cached: bool,
     every: int,
     on_step: Callable[[Session], None] = lambda session: None,
+    solver: solve.Solver | None = None,
 ) -> tuple[list[Any], Session]:
     torch.manual_seed(0)
     model = kind().double().to(device)
@@ -80,7 +82,7 @@ def train(
             nn.init.uniform_(module.running_mean, -0.3, 0.3)
             nn.init.uniform_(module.running_var, 0.5, 2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-5, momentum=0.9)
-    words = units.tensors(), score.random(), measure.counted, solve.sample(3), schedule.every(steps=every)
+    words = units.tensors(), score.random(), measure.counted, solver or solve.sample(3), schedule.every(steps=every)
     policy = Policy(*words, name="by lot")
     loader = torch.utils.data.DataLoader(with_ids(samples(kind)), batch_size=5)
     features = Features("4MB", device=device) if cached else None
@@ -120,6 +122,30 @@ def test_a_hundred_steps_end_where_plain_ones_do(
     if "graphs" in engine:
         assert session._engine._graphs is not None
         assert session._engine._graphs.replays > 20, session.why_not
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ["graphs", "prefix+graphs", "lean+prefix+graphs"])
+def test_to_go_back_to_a_choice_captures_nothing(engine: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what it runs as inference was trained meanwhile."""
+    if device == "cpu":
+        stand_in(monkeypatch)
+
+    def turns(problem: solve.Problem) -> Any:
+        return problem.always | (np.arange(len(problem.names)) < len(problem.names) * (0.3, 1.0, 0.6)[problem.round % 3])
+
+    captured: list[int] = []
+
+    def on_step(session: Session) -> None:
+        assert session._engine._graphs is not None
+        captured.append(session._engine._graphs.captures)
+
+    (chosen, *mine), session = train(Residual, engine, device, 120, False, 10, on_step, turns)
+    (same, *plain), _ = train(Residual, "plain", device, 120, False, 10, solver=turns)
+    assert chosen == same and len({tuple(names) for names in chosen}) == 3
+    assert captured[29] == captured[-1] == 6, session.why_not  # three choices, and two sizes of batch
+    for a, b in zip(mine, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

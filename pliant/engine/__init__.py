@@ -6,8 +6,9 @@ takes it from a cache, `graphs` launches a whole step at once. `ways` picks amon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakMethod, ref
@@ -20,8 +21,9 @@ from pliant.batches import Loss, map_tensors, tensors
 from pliant.engine.features import Features
 from pliant.engine.graphs import Graphs, Work
 from pliant.engine.lean import Lean
+from pliant.engine.made import Made
 from pliant.engine.prefix import Found, Prefix
-from pliant.engine.rest import norms_at_rest, watch_norms
+from pliant.engine.rest import scales, watch_norms
 from pliant.engine.slices import Sliced, Slices, check_elementwise
 from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import compute_loss
@@ -192,17 +194,33 @@ class Engine:
         elif self.features is not None and ids is not None and way.prefix:
             value = self._take_cached(graphs, batch, ids, finish, part)
         else:
-            value = self._captured(graphs, batch, lambda batch: finish(self._loss_of(batch, None)), part)
+            prepare = partial(self._prepare, batch, None)
+            value = self._captured(graphs, batch, lambda batch: finish(self._loss_of(batch, None)), part, prepare)
         if self.features is not None:
             self.missed = self.features.misses > misses
         return value
 
     def _captured(
-        self, graphs: Graphs, batch: Any, work: Work, part: tuple[bool, bool], needed: Hashable = None
+        self,
+        graphs: Graphs,
+        batch: Any,
+        work: Work,
+        part: tuple[bool, bool],
+        prepare: Callable[[], Sequence[Made]],
+        needed: Hashable = None,
     ) -> torch.Tensor:
-        # What is made of weights once, a captured step holds on to.
-        made = self._prefix.signature() if self.way.prefix else None, norms_at_rest(self._norms) if self.way.lean else None
-        return graphs.step(batch, work, choice=(self._choice, str(self.way), part, made, needed), first=part[0])
+        choice = self._choice, str(self.way), part, needed
+        return graphs.step(batch, work, choice=choice, first=part[0], prepare=prepare)
+
+    def _prepare(self, batch: Any, ids: Any) -> list[Made]:
+        """Do whatever is done once per choice, so that a capture does not hold it; gives what it will hold on to."""
+        made = scales(self._norms) if self.way.lean else []
+        if self.way.prefix:
+            if not self._prefix.knows(batch, ids, self._sliced):
+                self._rehearse(batch, ids)
+                self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
+            made += self._prefix.made(batch, ids, self._sliced)
+        return made
 
     def _take_cached(
         self, graphs: Graphs, batch: Any, ids: Any, finish: Callable[[torch.Tensor], torch.Tensor], part: tuple[bool, bool]
@@ -223,7 +241,7 @@ class Engine:
             there = map_tensors(batch, lambda tensor: next(ones) if next(places) in needed else tensor)
             return finish(self._loss_of(there, ids, Found(rows, needed)))
 
-        return self._captured(graphs, (found.rows, own, bare), work, part, needed)
+        return self._captured(graphs, (found.rows, own, bare), work, part, partial(self._prepare, batch, ids), needed)
 
     def _loss_of(self, batch: Any, ids: Any, found: Found | None = None) -> torch.Tensor:
         with ENGINES[self.keeps](self.slices) as inside:

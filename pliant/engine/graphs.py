@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from pliant.batches import Loss, map_tensors, tensors
+from pliant.engine.made import Made
 
 Work = Callable[[Any], torch.Tensor]  # a batch → its loss, detached; backward and, where due, the optimizer's step are done
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
@@ -88,6 +89,7 @@ class _Captured:
     counts: list[tuple[torch.Tensor, torch.Tensor]]  # Adam's: the user's, on the CPU, and the one that the kernels read
     writes: list[torch.Tensor]  # weights that train, and buffers of modules in training mode
     at: tuple[int, ...]  # addresses that are baked in
+    made: Sequence[Made]  # of weights, and read by the kernels
     holds_counts: bool = False  # whether the kernels' counts are the user's
 
 
@@ -115,11 +117,14 @@ class Graphs:
         self._held = [held for module in self._modules for held in (module._parameters, module._buffers) if held]
         self.captures = self.replays = 0
 
-    def step(self, batch: Any, work: Work, *, choice: Hashable, first: bool = True) -> torch.Tensor:
+    def step(
+        self, batch: Any, work: Work, *, choice: Hashable, first: bool = True, prepare: Callable[[], Sequence[Made]] = tuple
+    ) -> torch.Tensor:
         """`work(batch)`, by replay where such a step was captured.
 
         `choice` stands for what trains and for all else that the caller's work hangs on; `first` says that gradients start
-        from nothing.
+        from nothing. `prepare` comes before a capture and gives what the work uses that is made of weights once: the captured
+        step holds on to it and sees to it that it is made of the weights as they are.
         """
         key = captured = None
         try:
@@ -127,7 +132,7 @@ class Graphs:
             captured = self._known.get(key)
             is_stale = captured is not None and captured.at != self._addresses(first)  # state was loaded, a weight replaced
             if is_stale or (captured is None and key in self._seen):
-                captured = self._capture_step(batch, work, key, first)
+                captured = self._capture_step(batch, work, key, first, prepare)
         except Refused as why:
             captured, self.why_not = None, str(why)
         if captured is None:  # outside of the handler, which would keep the autograd graph of a failed capture alive
@@ -169,7 +174,10 @@ class Graphs:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         return value
 
-    def _capture_step(self, batch: Any, work: Work, key: Hashable, first: bool) -> _Captured:
+    def _capture_step(
+        self, batch: Any, work: Work, key: Hashable, first: bool, prepare: Callable[[], Sequence[Made]]
+    ) -> _Captured:
+        made = prepare()
         groups, at = self._optimizer.param_groups, self._addresses(first)
         static = map_tensors(batch, lambda tensor: torch.empty_like(tensor, device=self._device).copy_(tensor))
         given = [group["lr"] for group in groups]
@@ -193,7 +201,7 @@ class Graphs:
         writes = [param for group in groups for param in group["params"] if param.requires_grad]
         for module in self._modules:
             writes += [buffer for buffer in module._buffers.values() if buffer is not None and module.training]
-        captured = self._known[key] = _Captured(replay, value, static, grads, rates, given, counts, writes, at)
+        captured = self._known[key] = _Captured(replay, value, static, grads, rates, given, counts, writes, at, made)
         self.captures += 1
         while len(self._known) > _KEPT:
             old, _ = self._known.popitem(last=False)
@@ -216,6 +224,8 @@ class Graphs:
                 other.holds_counts = other is captured
             for users, kernels in captured.counts:
                 kernels.copy_(users)
+        for one in captured.made:
+            one.refresh()
         captured.replay()
         torch.autograd.graph.increment_version(captured.writes)  # as eager steps do: others watch for it
         self.replays += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pliant.engine.made import Made
 from pliant.engine.program import (
     Call,
     Program,
@@ -64,7 +66,7 @@ class Plan:
         names_of_leaves = tuple([names[leaf] if leaf in names else names.setdefault(leaf, next(NEW)) for leaf in leaves])
         self.rows = tuple((n, self.values[n].shape[1:], self.values[n].dtype) for n in self.frontier), names_of_leaves
         self.pays = bool(self.folds) or self.channels_last or dtype is not None  # also where nothing is kept
-        self.weights: set[Hashable] = set()
+        self.weights: dict[Hashable, Made] = {}  # what was made for it
         if any(self.calls[at].func is F.batch_norm and at not in self.norms for at in self.part):
             self.reasons["folding"] = "a batch norm in the part trains its statistics, or does not follow a convolution alone"
         if self.is_idle:
@@ -207,7 +209,7 @@ class Weights:
     """Weights as inference wants them: folded, cast, channels-last. Made again when what they are made of was written to."""
 
     def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[Any, Any, torch.Tensor, torch.Tensor | None]] = {}
+        self._made: dict[Hashable, Made] = {}
 
     def clear(self) -> None:
         self._made.clear()
@@ -222,21 +224,33 @@ class Weights:
         sources = weight, bias, *(norm or ())
         key = *[id(one) if isinstance(one, torch.Tensor) else one for one in sources], dtype, last
         tensors = [one for one in sources if isinstance(one, torch.Tensor)]
-        state = [(one.data_ptr(), one._version) for one in tensors]
-        known = self._made.get(key)
-        plan.weights.add(key)
-        if known is None or known[0] != state or any(was() is not one for was, one in zip(known[1], tensors, strict=True)):
-            known = self._made[key] = state, [ref(one) for one in tensors], *_prepared(weight, bias, norm, dtype, last)
-        return known[2], known[3]
+        made = self._made.get(key)
+        if made is None or not made.is_of(tensors):
+            made = self._made[key] = Made(partial(_prepared, _places(sources), dtype, last), tensors)
+        else:
+            made.refresh()
+        plan.weights[key] = made
+        return made.tensors  # type: ignore[return-value]  # the weight is always there
+
+
+def _places(sources: Sequence[Any]) -> tuple[Any, ...]:
+    """The sources without their tensors, which may go while what was made of them stays."""
+    return tuple(_TENSOR if isinstance(one, torch.Tensor) else one for one in sources)
+
+
+_TENSOR = object()
 
 
 @torch.no_grad()
-def _prepared(weight: Any, bias: Any, norm: Any, dtype: torch.dtype, last: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if norm is not None:
+def _prepared(
+    places: tuple[Any, ...], dtype: torch.dtype, last: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    given = iter(tensors)
+    weight, bias, *norm = [next(given).detach() if place is _TENSOR else place for place in places]
+    if norm:
         exact = torch.promote_types(weight.dtype, torch.float32)
         mean, var, gamma, beta, eps, *_ = norm
-        scale = (var.to(exact) + eps).rsqrt()
+        scale = (var.to(exact) + eps).rsqrt_()
         scale = scale if gamma is None else scale * gamma
         shift = -mean.to(exact) * scale if bias is None else (bias.to(exact) - mean) * scale
         weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pliant import batches
 from pliant.engine.features import Features
 from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed
+from pliant.engine.made import Made
 from pliant.engine.plan import NEW, Plan, Weights
 from pliant.engine.program import (
     Recorder,
@@ -68,17 +69,21 @@ class Prefix:
         """Drop programs, folded weights and features; then look anew."""
         self._programs: OrderedDict[Hashable, Plan] = OrderedDict()
         self._alike: list[Plan] = []  # the last ones whose results were kept
-        self._last: Plan | None = None
         self._strayed = self._followed = 0
         self._weights.clear()
         self.reasons.clear()
         if self.features is not None:
             self.features.begin(None)
 
-    def signature(self) -> Hashable:
-        """Changes when a weight of the part was written to."""
+    def made(self, batch: Any, ids: Any = None, choice: Hashable = None) -> list[Made]:
+        """What was made of weights for the program of this batch, fit for use."""
         with unwatched():
-            return self._last.signature() if self._last is not None else None
+            kept = self.features is not None and ids is not None
+            plan = self._programs.get(self._key(list(batches.tensors(batch)), kept, choice)[0])
+            made = list(plan.weights.values()) if plan is not None else []
+            for one in made:
+                one.refresh()
+            return made
 
     def run(
         self,
@@ -105,7 +110,6 @@ class Prefix:
         if plan is None:
             return self._record(key, forward, tensors, samples, is_hooked)
         self._programs.move_to_end(key)
-        self._last = plan
         self._tell(plan, kept)
         is_cached = kept and plan.program.uncacheable is None
         if plan.is_idle or not (plan.pays or is_cached):
@@ -124,7 +128,6 @@ class Prefix:
             plan = self._programs.get(key)
             if plan is None or plan.is_idle or plan.program.uncacheable is not None or self.features is None:
                 return None
-            self._last = plan
             return Found(self._look_up(self.features, plan, tensors, ids), plan.needed(tensors))
 
     def _look_up(self, features: Features, plan: Plan, batch: list[torch.Tensor], ids: Any) -> Any:
@@ -163,7 +166,7 @@ class Prefix:
             out = forward()
         with unwatched():
             plan = Plan(recorder.program(), self.model, self._names, self.dtype)
-        self._programs[key] = self._last = plan
+        self._programs[key] = plan
         while len(self._programs) > _PROGRAMS:
             self._programs.popitem(last=False)
         self._weights.keep({fold for plan in self._programs.values() for fold in plan.weights})

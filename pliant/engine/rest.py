@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from pliant.engine.made import Made
 
 _SMALL_NORM = 1 << 16  # elements: up to this one more pass over them costs less than a backward function in Python does
 
@@ -64,14 +67,19 @@ class _Scaled(torch.autograd.Function):
 
 def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """What a norm at rest multiplies with; computed again when a statistic or the weight was written to."""
-    sources = var, weight, _COUNTERS.get(var)
-    state = dims, eps, *[(id(t), t.data_ptr(), t._version) for t in sources if t is not None]
+    sources = [one for one in (var, weight, _COUNTERS.get(var)) if one is not None]
+    how = dims, eps, weight is not None
     known = _SCALES.get(var)
-    if known is None or known[0] != state:
-        scale = (var.detach() + eps).rsqrt_()
-        scale = scale if weight is None else scale * weight.detach()
-        known = _SCALES[var] = state, scale.view(1, -1, *[1] * (dims - 2))
-    return known[1]
+    if known is None or known[0] != how or not known[1].is_of(sources) or not known[1].is_current:
+        # Another one, not the old one again: a backward pass that is to come may hold that.
+        known = _SCALES[var] = how, Made(partial(_product, *how), sources)
+    return known[1].tensors[0]
+
+
+def _product(dims: int, eps: float, has_weight: bool, var: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor]:
+    scale = (var.detach() + eps).rsqrt_()
+    scale = scale * others[0].detach() if has_weight else scale
+    return (scale.view(1, -1, *[1] * (dims - 2)),)
 
 
 _SCALES: Any = WeakTensorKeyDictionary()
@@ -87,14 +95,10 @@ def watch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     return norms
 
 
-def norms_at_rest(norms: Sequence[torch.nn.Module]) -> tuple[Any, ...]:
-    """Changes when one of these at rest was written to: the lean engine holds what it multiplies with."""
-    return tuple(
-        [
-            tensor._version
-            for norm in norms
-            if not norm.training
-            for tensor in (*norm._parameters.values(), *norm._buffers.values())
-            if tensor is not None
-        ]
-    )
+def scales(norms: Sequence[torch.nn.Module]) -> list[Made]:
+    """What those of these norms that are at rest multiply with, as far as it was made, fit for use."""
+    found = [_SCALES.get(norm.running_var) for norm in norms if not norm.training]
+    made = [one[1] for one in found if one is not None]
+    for one in made:
+        one.refresh()
+    return made

@@ -1,0 +1,46 @@
+"""What is made of weights once and used in many steps: folded weights, the scales of norms at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+
+
+class Made:
+    """Tensors that were made of others. `refresh` makes them again, where they are, if one of the others was written to.
+
+    A captured step reads them by address: it holds on to them, and refreshes them before it is replayed.
+    """
+
+    def __init__(self, make: Callable[..., tuple[torch.Tensor | None, ...]], sources: Sequence[torch.Tensor]) -> None:
+        self._make, self._sources, self._state = make, [ref(one) for one in sources], _state(sources)
+        self.tensors = make(*sources)
+
+    def is_of(self, sources: Sequence[torch.Tensor]) -> bool:
+        """Whether these are what it was made of, and not others in their place."""
+        return all(was() is one for was, one in zip(self._sources, sources, strict=True))
+
+    @property
+    def is_current(self) -> bool:
+        return _state(self._living()) == self._state
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        sources = self._living()
+        state = _state(sources)
+        if len(sources) < len(self._sources) or state == self._state:
+            return
+        for old, new in zip(self.tensors, self._make(*sources), strict=True):
+            if old is not None and new is not None and old.data_ptr() != new.data_ptr():  # some are the weight itself
+                old.copy_(new)
+        self._state = state
+
+    def _living(self) -> list[torch.Tensor]:
+        return [one for one in (source() for source in self._sources) if one is not None]
+
+
+def _state(sources: Sequence[Any]) -> list[tuple[int, int]]:
+    return [(one.data_ptr(), one._version) for one in sources]
