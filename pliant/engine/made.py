@@ -15,9 +15,15 @@ class Made:
     A captured step reads them by address: it holds on to them, and refreshes them before it is replayed.
     """
 
-    def __init__(self, make: Callable[..., tuple[torch.Tensor | None, ...]], sources: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        make: Callable[..., tuple[torch.Tensor | None, ...]],
+        sources: Sequence[torch.Tensor],
+        keep: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        """`keep` is how a tensor that was made is kept: in another type, or in another order in memory."""
         self._make, self._sources, self._state = make, [ref(one) for one in sources], _state(sources)
-        self.tensors = make(*sources)
+        self.tensors = tuple([None if one is None else keep(one) for one in make(*sources)])
 
     def is_of(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether these are what it was made of, and not others in their place."""

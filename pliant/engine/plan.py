@@ -226,7 +226,7 @@ class Weights:
         tensors = [one for one in sources if isinstance(one, torch.Tensor)]
         made = self._made.get(key)
         if made is None or not made.is_of(tensors):
-            made = self._made[key] = Made(partial(_prepared, _places(sources), dtype, last), tensors)
+            made = self._made[key] = Made(partial(_folded, _places(sources)), tensors, partial(_laid_out, dtype, last))
         else:
             made.refresh()
         plan.weights[key] = made
@@ -242,18 +242,21 @@ _TENSOR = object()
 
 
 @torch.no_grad()
-def _prepared(
-    places: tuple[Any, ...], dtype: torch.dtype, last: bool, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _folded(places: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A convolution's weight and bias, the norm after it folded in if there is one."""
     given = iter(tensors)
     weight, bias, *norm = [next(given).detach() if place is _TENSOR else place for place in places]
-    if norm:
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        mean, var, gamma, beta, eps, *_ = norm
-        scale = (var.to(exact) + eps).rsqrt_()
-        scale = scale if gamma is None else scale * gamma
-        shift = -mean.to(exact) * scale if bias is None else (bias.to(exact) - mean) * scale
-        weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))
-        bias = shift if beta is None else shift + beta
-    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    return weight.contiguous(memory_format=torch.channels_last) if last else weight, bias
+    if not norm:
+        return weight, bias
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    mean, var, gamma, beta, eps, *_ = norm
+    scale = (var.to(exact) + eps).rsqrt_()
+    scale = scale if gamma is None else scale.mul_(gamma)
+    mean = mean.to(exact) if bias is None else mean.to(exact) - bias
+    shift = (mean * scale).neg_() if beta is None else torch.addcmul(beta.to(exact), mean, scale, value=-1)
+    return weight * scale.view(-1, *[1] * (weight.dim() - 1)), shift
+
+
+def _laid_out(dtype: torch.dtype, last: bool, tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to(dtype)
+    return tensor.contiguous(memory_format=torch.channels_last) if last and tensor.dim() == 4 else tensor
