@@ -158,9 +158,19 @@ _WIDE_KERNELS_BY_PRODUCTS = platform.machine() in ("aarch64", "arm64")
 def _of_weight(grad: torch.Tensor, input: torch.Tensor, plan: Plan, at: Settings) -> torch.Tensor:
     """The gradient of what the plan says of a weight, in the way that is the faster one here."""
     exact = grad.device.type == "cpu" and grad.dtype in (torch.float32, torch.float64)
-    if exact and plan.groups == 1 and (math.prod(plan.shape[2:]) == 1 or (_WIDE_KERNELS_BY_PRODUCTS and plan.outputs)):
+    if exact and plan.groups == 1 and (_is_small(grad, plan) or (_WIDE_KERNELS_BY_PRODUCTS and plan.outputs)):
         return _by_products(grad, input, plan.shape, at)
     return _backward(grad, input, nothing(plan.shape, grad.dtype, grad.device), at, plan.groups, (False, True, False))[1]
+
+
+_LARGE, _FEW = 512, 24  # positions of a map; channels
+
+
+def _is_small(grad: torch.Tensor, plan: Plan) -> bool:
+    """Whether products of matrices are faster than the kernels for convolutions: 1×1, and small maps or few channels."""
+    if math.prod(plan.shape[2:]) != 1:
+        return False
+    return _is_channels_last(grad) or math.prod(grad.shape[2:]) < _LARGE or min(plan.shape[:2]) < _FEW
 
 
 def _by_products(grad: torch.Tensor, input: torch.Tensor, shape: tuple[int, ...], at: Settings) -> torch.Tensor:
@@ -187,19 +197,17 @@ def _by_products(grad: torch.Tensor, input: torch.Tensor, shape: tuple[int, ...]
     return out
 
 
-_LARGE, _AT_ONCE = 1024, 2048  # positions: of a map that a product is made of alone, and of several small ones together
-
-
 def _product(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """For each channel of a gradient and of an input the sum of their products over all positions of all samples."""
-    positions = math.prod(grad.shape[2:])
-    if positions >= _LARGE:
-        return torch.bmm(grad.flatten(2), input.flatten(2).transpose(1, 2)).sum(0)
-    out = grad.new_zeros(grad.shape[1], input.shape[1])
-    samples = max(1, _AT_ONCE // positions)
-    for some, data in zip(grad.split(samples), input.split(samples), strict=True):
-        out.addmm_(some.transpose(0, 1).flatten(1), data.transpose(0, 1).flatten(1).t())
-    return out
+    grad, input = grad.flatten(2), input.flatten(2)
+    few, many = (grad, input) if grad.shape[1] < input.shape[1] else (input, grad)
+    if grad.shape[2] >= _LARGE and few.shape[1] < _FEW:
+        out = torch.bmm(few, many.transpose(1, 2)).sum(0)
+        return out if few is grad else out.t()
+    out = grad.new_zeros(many.shape[1], few.shape[1])
+    for some, data in zip(many, few.transpose(1, 2).contiguous(), strict=True):  # a copy of the smaller one pays
+        out.addmm_(some, data)
+    return out.t() if few is grad else out
 
 
 class Linear(torch.autograd.Function):
