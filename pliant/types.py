@@ -5,6 +5,7 @@ Arithmetic and JSON only: nothing here knows about torch, so every decision can 
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 import os
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from pliant import markup
 
 
 class PliantError(Exception):
@@ -77,6 +80,16 @@ def match(names: Sequence[str], globs: Iterable[str], what: str = "unit") -> tup
             raise ValueError(f"no {what} matches {glob!r}. {what.capitalize()}s here: {shown} ({len(names)}).")
         found |= hits
     return tuple(sorted(found))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What a misspelt name may have meant, as the end of an error message; empty where nothing is near.
+
+    >>> nearest("plaint", ["pliant", "full"])
+    " Did you mean 'pliant'?"
+    """
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 # ---------------------------------------------------------------- what it costs
@@ -161,6 +174,14 @@ class Selection:
         ]
         names = ", ".join(unit.name for unit in self.units[:6]) + (", …" if len(self.units) > 6 else "")
         return f"round {self.round}: {len(self.units)} of {len(self.values)} units ({names}), " + ", ".join(shares)
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: what was chosen, and what that is worth."""
+        known = [name for name in ("seconds", "bytes", "macs") if getattr(self.full, name)]
+        costs = ", ".join(f"{markup.share(self.share(name))} of a full step’s {name}" for name in known)
+        rows = [(unit.name, markup.number(self.values.get(unit.name))) for unit in self.units]
+        title = f"Round {self.round}, from step {self.step + 1}: {len(self.units)} of {len(self.values)} units; {costs}"
+        return markup.Table(title, ("unit", "value"), rows).first(20).html()
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in ("value", "round", "step")} | {

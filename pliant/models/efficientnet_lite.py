@@ -66,6 +66,8 @@ def efficientnet_lite0(classes: int = 1000, pretrained: bool = False) -> Efficie
 class EfficientNetLite0(nn.Module):
     """A stem, sixteen inverted-residual blocks, a wide 1×1 convolution, and a linear classifier on its mean."""
 
+    norm = NORM
+
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
         self.stem = ConvNorm(3, STEM, kernel=3, stride=2)
