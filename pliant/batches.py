@@ -6,12 +6,24 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]  # the user's: a model and a batch → a scalar
 Around = Callable[[], AbstractContextManager[Any]]  # what the forward pass of a loss runs inside of
+
+
+class Pieces(Protocol):
+    """A batch that comes in pieces, each as one forward pass takes it; the loss of the whole is the mean of theirs.
+
+    It may be gone through several times and gives the same each time. A list of batches is one; what makes each piece when it
+    is asked for takes less memory.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 def map_tensors(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -4,6 +4,7 @@ one that holds just what changed."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     session: Mapping[str, Any],
+    beside: Any = None,
 ) -> None:
     """Write aside, then rename: the file is the old one or the new one, never half of one."""
     content = io.BytesIO()
@@ -33,6 +35,7 @@ def save(
             "scaler": scaler.state_dict() if scaler is not None else None,
             "session": dict(session),
             "random": rng_states(),
+            "beside": beside,
         },
         content,
     )
@@ -41,10 +44,26 @@ def save(
 
 def save_delta(path: str | os.PathLike[str], changed: Mapping[str, torch.Tensor], step: int) -> None:
     """What changed, by state-dict name, as safetensors."""
+    save_tensors(path, changed, {"format": "pliant.delta/1", "step": str(step)})
+
+
+def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]) -> None:
+    """Tensors by name as safetensors, with what is to be known about them; tensors that share memory are saved one by one."""
     from safetensors.torch import save as as_bytes
 
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in changed.items()}
-    write_aside(path, as_bytes(tensors, {"format": "pliant.delta/1", "step": str(step), "pliant": __version__}))
+    whole = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    write_aside(path, in_order(as_bytes(whole, {**about, "pliant": __version__})))
+
+
+def in_order(content: bytes) -> bytes:
+    """A safetensors file with its metadata in order, which else differs from process to process: the same tensors, the same
+    bytes."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    return len(text).to_bytes(8, "little") + text + content[start:]
 
 
 def read(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -156,17 +156,20 @@ class Choice:
         return asked if asked is None or not self.correct else self.feedback.bytes_within(asked)
 
     def windows(self, now: Progress) -> list[list[str]] | None:
-        """Parameters that a probe may look at together within the memory that a step may take; None where that has no limit.
+        """Parameters that a probe may look at together within the memory that a step may take; None where nothing is limited.
 
-        One that alone needs more is in no window: it could not be trained either.
+        One that alone needs more, or whose units each alone take more MACs than a step may, is in no window: it could not be
+        trained either.
         """
         limit = self._within(now)
-        if self.profile is None or limit is None:
+        if self.profile is None or (limit is None and self.policy.budget.macs is None):
             return None
+        names = self._in_reach(now)
+        if limit is None:
+            return [names]
         if self.selection is not None:  # the optimizer's state stands meanwhile
             limit -= sum(charge.cost.bytes for charge in self.profile.due(self.selection.units) if charge.kind == "optimizer")
         idle = self.profile.without_optimizer
-        names = list(dict.fromkeys(param for unit in self.units for param in unit.params))
         signal, size = self.policy.signal, {name: self.profile.param_bytes(name) for name in names}
         if signal.needs == "activation":
             size = {name: self.profile.output_bytes(name) for name in names}
@@ -184,6 +187,15 @@ class Choice:
             elif fits([name]):
                 out.append([name])
         return out
+
+    def _in_reach(self, now: Progress) -> list[str]:
+        """The parameters of which some unit, alone, takes no more MACs than a step may."""
+        if self.profile is None or self.policy.budget.macs is None:
+            return list(dict.fromkeys(param for unit in self.units for param in unit.params))
+        table, most = self.profile.table(self.units), self.policy.budget.limits(self.profile.full, now)["macs"]
+        alone = self.profile.base.macs + table.macs @ table.needed
+        affordable = [unit for unit, macs in zip(self.units, alone, strict=True) if macs <= most]
+        return list(dict.fromkeys(param for unit in affordable for param in unit.params))
 
     def asked_seconds(self, now: Progress) -> float | None:
         """The time limit of a step as it is now."""

@@ -88,7 +88,7 @@ class Live(TorchDispatchMode):
 
     def _see(self, tree: Any, made: bool) -> None:
         for tensor in tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":  # those have a shape and no memory
                 key, size = storage(tensor)
                 if key not in self._refs:
                     size = size if made else 0

@@ -78,7 +78,9 @@ def plan(
 
     def problem_within(limit: Mapping[str, float]) -> Problem:
         price, room, resource = _rows(table, profile.base, limit)
-        return Problem(names, worth, table.needed, price, room, always, progress.round, policy.seed, resource)
+        return Problem(
+            names, worth, table.needed, price, room, always, progress.round, policy.seed, resource, *profile.sizes(units)
+        )
 
     floor, what = _floor(problem_within(limit), profile, units)
     if correction is not None and "seconds" in limit:
@@ -89,7 +91,7 @@ def plan(
     problem = problem_within(limit)
     chosen = policy.solver(problem)
     if not chosen.any():  # no value is positive and nothing is always chosen: the best single unit that fits
-        order = sorted(range(len(units)), key=lambda i: -worth[i])
+        order = sorted(_reached(problem), key=lambda i: -worth[i])
         best = next(i for i in order if problem.fits(np.arange(len(units)) == i))
         chosen = np.arange(len(units)) == best
     picked = tuple(unit for unit, taken in zip(units, chosen, strict=True) if taken)
@@ -132,10 +134,16 @@ def _floor(problem: Problem, profile: Profile, units: tuple[Unit, ...]) -> tuple
     if problem.always.any():
         chosen = [unit for unit, taken in zip(units, problem.always, strict=True) if taken]
         return profile.cost(chosen), "what is always chosen (" + ", ".join(unit.name for unit in chosen) + ")"
-    alone = np.array([problem.cost(np.arange(len(units)) == i) for i in range(len(units))])
+    reached = _reached(problem)
+    alone = np.array([problem.cost(np.arange(len(units)) == i) for i in reached])
     over = (np.maximum(alone - problem.limits, 0) / np.maximum(np.abs(problem.limits), 1e-300)).sum(axis=1)
-    cheapest = int(np.lexsort((alone.sum(axis=1), over))[0])
+    cheapest = reached[int(np.lexsort((alone.sum(axis=1), over))[0])]
     return profile.cost([units[cheapest]]), f"the cheapest unit ({units[cheapest].name!r})"
+
+
+def _reached(problem: Problem) -> list[int]:
+    """The units that the loss hangs on: the others cost nothing, and a step that trains nothing else cannot be taken."""
+    return np.flatnonzero(problem.needed.any(axis=0)).tolist() or list(range(len(problem.names)))
 
 
 def _check_floor(floor: Cost, what: str, base: Cost, limit: Mapping[str, float], full: Cost) -> None:

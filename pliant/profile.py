@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pliant import markup
 from pliant.types import Cost, Part, ProfileMismatch, Unit, write_aside
 
 KEPT = "kept"
@@ -24,6 +25,13 @@ AGAIN = "again"
 KINDS = (KEPT, AGAIN, "optimizer", "gradient", "scratch", "forward", "dX", "dW")
 ENGINES = ("plain", "lean")  # that costs are known for
 CACHED = "cached"
+# What a step is made of, and the kinds of charges that each pays; everything else a node does counts as its way through (dX).
+SPLIT = {
+    "forward": (KEPT, AGAIN, "forward"),
+    "dX": ("dX", "node"),
+    "dW": ("dW", "gradient"),
+    "optimizer": ("optimizer", "scratch"),
+}
 
 
 @dataclass(frozen=True)
@@ -157,13 +165,42 @@ class Profile:
         due = self.due(units)
         seconds = self.base.seconds + math.fsum(charge.cost.seconds for charge in due)
         macs = self.base.macs + sum(charge.cost.macs for charge in due)
+        return Cost(seconds, self.base.bytes + int(self._standing(due).max()) - max(self.moments), macs)
+
+    def alone(self, units: tuple[Unit, ...]) -> list[Cost]:
+        """For each unit, what a step costs when just that one is chosen: `cost([unit])`, for all of them at once."""
+        table = self.table(units)
+        seconds, macs = (self.base.seconds + table.seconds @ table.needed, self.base.macs + table.macs @ table.needed)
+        peaks = (table.standing[:, None] + table.bytes @ table.needed).max(0, initial=0.0)
+        amounts = zip(seconds.tolist(), peaks.tolist(), macs.tolist(), strict=True)
+        return [Cost(s, self.base.bytes + math.ceil(b), math.ceil(m)) for s, b, m in amounts]
+
+    def split(self, units: Iterable[Unit]) -> dict[str, Cost]:
+        """The same cost by what it is paid for: `forward`, `dX`, `dW` and `optimizer`.
+
+        Seconds and MACs add up to it. Bytes are all that lives at the step's highest moment: activations of the forward pass,
+        gradients on their way, gradients of parameters, what the optimizer holds. So they add up to the peak itself, which is
+        the cost's bytes on top of inference's own peak.
+        """
+        due = self.due(units)
+        peak = int(self._standing(due).argmax())
+        out = {}
+        for part, kinds in SPLIT.items():
+            mine = [charge for charge in due if charge.kind in kinds]
+            seconds, macs = math.fsum(charge.cost.seconds for charge in mine), sum(charge.cost.macs for charge in mine)
+            held = sum(c.cost.bytes for c in mine if c.live is None or c.live[0] <= peak < c.live[1])
+            out[part] = Cost(seconds, held, macs)
+        out["forward"] += replace(self.base, bytes=self.base.bytes + self.moments[peak])
+        return out
+
+    def _standing(self, due: Sequence[Charge]) -> NDArray[np.int64]:
+        """The bytes that live at each moment while these charges are due."""
         change = np.zeros(len(self.moments) + 1, np.int64)
         size = np.array([charge.cost.bytes for charge in due], np.int64)
         live = np.array([charge.live or (0, len(self.moments)) for charge in due], np.intp).reshape(-1, 2)
         np.add.at(change, live[:, 0], size)
         np.subtract.at(change, live[:, 1], size)
-        peak = int((np.cumsum(change)[:-1] + np.array(self.moments, np.int64)).max()) - max(self.moments)
-        return Cost(seconds, self.base.bytes + peak, macs)
+        return np.cumsum(change)[:-1] + np.array(self.moments, np.int64)
 
     def kept(self, units: Iterable[Unit]) -> int:
         """Bytes that stay for the backward pass when just these units are chosen."""
@@ -225,6 +262,27 @@ class Profile:
         """What a gradient of this parameter takes up."""
         return sum(charge.cost.bytes for charge in self.charges if charge.name == f"gradient: {name}")
 
+    def sizes(self, units: tuple[Unit, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What each unit is, wherever it stands: the number of its elements, and the MACs of its own gradients."""
+        if units not in self._sizes:  # as for tables
+            self._sizes.clear()
+            self._sizes[units] = self._sizes_of(units)
+        return self._sizes[units]
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[Unit, ...], tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        return {}
+
+    def _sizes_of(self, units: Sequence[Unit]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        elements = {param: math.prod(shape) for param, shape in self.shapes.items()}
+        macs: dict[str, int] = {}
+        for charge in self.charges:
+            if charge.name.startswith("dW ") and len(charge.params) == 1:
+                macs[charge.params[0]] = macs.get(charge.params[0], 0) + charge.cost.macs
+        pieces = [self._pieces(unit.parts) for unit in units]
+        sums = [[sum(of.get(p, 0) * share for p, (_, share) in piece.items()) for piece in pieces] for of in (elements, macs)]
+        return np.array(sums[0], float), np.array(sums[1], float)
+
     def output_bytes(self, name: str) -> int:
         """What the outputs of the operations that use this parameter take up."""
         return sum(c.cost.bytes for c in self.charges if c.kind == "node" and name in c.params)
@@ -238,7 +296,12 @@ class Profile:
     @cached_property
     def full(self) -> Cost:
         """What a plain full step costs: the meaning of 1.0 in a budget."""
-        return self.plain or self.cost([Unit("*", tuple(Part(p) for p in self.params))])
+        return self.plain or self.cost([self.everything])
+
+    @property
+    def everything(self) -> Unit:
+        """All there is to train, as one unit."""
+        return Unit("*", tuple(Part(p) for p in self.params))
 
     def table(self, units: tuple[Unit, ...]) -> Table:
         """The charges as arrays over these units, equal rows merged, rows that no unit needs left out."""
@@ -304,6 +367,20 @@ class Profile:
             raise ProfileMismatch(
                 f"this profile was taken at {was}; the model now runs at {runs}. Measure again, or pass allow_mismatch=True."
             )
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: a full step, by what it is paid for."""
+        split, whole = self.split([self.everything]), self.cost([self.everything])
+        rows = [
+            (part, markup.seconds(cost.seconds), markup.size(cost.bytes), markup.macs(cost.macs))
+            for part, cost in [
+                *split.items(),
+                ("together", Cost(whole.seconds, sum(c.bytes for c in split.values()), whole.macs)),
+            ]
+        ]
+        where = ", ".join(f"{key} {self.origin[key]}" for key in ("device", "batch") if key in self.origin)
+        title = f"A full step on the {self.engine} engine; {where or 'origin unknown'}"
+        return markup.Table(title, ("", "time", "live at its peak", "compute"), rows).html()
 
     def to_json(self) -> dict[str, Any]:
         return {

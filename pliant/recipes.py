@@ -6,15 +6,18 @@
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
+| `tinytrain` | channels | Fisher potential | bytes, backward MACs | layers by their score, then channels; or exact | once |
 | `last` `random` | layers | – | measured seconds | inside the budget | once, or every k steps |
 | `full` `head` `bias` `norm` `only` | tensors | – | MACs (no budget: nothing needs timing) | fixed | once |
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pliant import schedule, score, solve, units
 from pliant.budget import Budget, Limit
-from pliant.measure import counted, modelled, timed
+from pliant.measure import backward, counted, modelled, timed
 from pliant.policy import Policy
 from pliant.roofline import Peaks
 from pliant.schedule import Schedule
@@ -60,6 +63,30 @@ def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int 
     gain = score.update_gain(cross=False)
     when = when or schedule.every(epochs=1)
     return Policy(units.tensors(), gain, counted, solve.knapsack(), when, Budget(macs=macs), seed=seed, name="green_trainer")
+
+
+def tinytrain(
+    memory: Limit = "1MB",
+    macs: Limit = 0.15,
+    *,
+    axis: Literal["out", "in"] = "out",
+    exact: bool = False,
+    head: bool = False,
+    when: Schedule | None = None,
+    seed: int = 0,
+) -> Policy:
+    """The best layers by Fisher information for their size, and of those the best channels. TinyTrain, arXiv 2307.09988.
+
+    `macs` is a share of a full backward pass. Layers come by the paper's score, which knows how large a layer is but not what
+    its step keeps nor the way to it; with `exact` the channels are the best under the true prices, whatever their layer.
+    `axis` says which channels are sliced. `head` always trains the module nearest the loss: for a model that ends in a
+    classifier of its own, which has everything to learn; where prototypes classify there is none.
+    """
+    solver = solve.milp(gap=1e-3) if exact else solve.within_layers(solve.greedy(by="score"))
+    when = when or schedule.once()
+    budget = Budget(memory=memory, macs=macs)
+    name = "tinytrain_exact" if exact else "tinytrain"
+    return Policy(units.channels(axis), score.fisher(), backward, solver, when, budget, head=head, seed=seed, name=name)
 
 
 def only(*globs: str) -> Policy:

@@ -17,18 +17,18 @@ class RunLog:
     """Writes the log of one run, steps in bundles; without a path it writes nothing."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self._path = path
+        self.path = path
         self._steps: list[tuple[int, int, torch.Tensor | None, Callable[[], float]]] = []
 
     def write(self, event: str, **line: Any) -> None:
         """One line, after the steps that came before it."""
-        if self._path is not None:
+        if self.path is not None:
             self.flush()
-            append(self._path, [{"event": event, **line}])
+            append(self.path, [{"event": event, **line}])
 
     def step(self, step: int, round: int, loss: torch.Tensor | None, seconds: Callable[[], float]) -> None:
         """One optimizer step; its loss and its seconds are read later, with those of its neighbours."""
-        if self._path is not None:
+        if self.path is not None:
             self._steps.append((step, round, loss, seconds))
             if len(self._steps) >= _FLUSH_EVERY:
                 self.flush()
@@ -36,12 +36,12 @@ class RunLog:
     def flush(self) -> None:
         """Write the steps that the file does not hold yet."""
         steps, self._steps = self._steps, []
-        if self._path is None or not steps:
+        if self.path is None or not steps:
             return
         known = [loss.float() for _, _, loss, _ in steps if loss is not None]
         values = iter(torch.stack(known).tolist() if known else [])
         append(
-            self._path,
+            self.path,
             [
                 {"event": "step", "step": n, "round": r, "loss": None if loss is None else next(values), "seconds": seconds()}
                 for n, r, loss, seconds in steps

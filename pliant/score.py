@@ -18,7 +18,7 @@ from torch import nn
 
 from pliant import batches
 from pliant.apply import ELEMENTWISE, rng_states, sandbox, scratch, scratch_step, set_rng_states
-from pliant.batches import Around, Loss
+from pliant.batches import Around, Loss, Pieces
 from pliant.types import Part, ProbeError, Unit
 
 _Update = Callable[[str, torch.Tensor], torch.Tensor]
@@ -144,8 +144,12 @@ def probe(
     round: int = 0,
     windows: Sequence[Sequence[str]] | None = None,
     around: Around = nullcontext,
+    pieces: Pieces | None = None,
 ) -> dict[Unit, float]:
     """The value of every unit on one batch. Leaves no trace.
+
+    With `pieces`, the batch comes in those, one after the other, so that a set of any size is scored in the memory of a piece:
+    the Fisher potential is that of the whole; other signals are averaged over the pieces.
 
     Gradients stream: each is scored and freed as it appears. With `windows`, parameters get theirs window by window, each in
     passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
@@ -163,23 +167,26 @@ def probe(
             tally.add(seen)
         return tally.values()
 
+    parts: Pieces = [batch] if pieces is None else pieces
     with sandbox(model, train=names):
-        pair = batches.halves(batch) if signal.cross and signal.needs == "gradient" else None
         if windows is None:
-            windows = _windows(names, params, signal.hold if pair is not None else None)
+            windows = _windows(names, params, signal.hold if signal.cross and signal.needs == "gradient" else None)
         start = rng_states()
         for window in windows:
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
             for name in names:
                 params[name].requires_grad_(name in chosen)
-            passes = _Passes(model, loss, scale, chosen, blank, tally, around)
+            passes = _Passes(model, loss, scale, chosen, blank, tally, around, 1 / len(parts))
             if signal.needs == "activation":
-                passes.activations(batch)
-            elif pair is None:
-                passes.gradients(batch, _updater(optimizer, params))
-            else:
-                passes.halves(pair, _updater(optimizer, params))
+                passes.activations(parts)
+                continue
+            for part in parts:
+                pair = batches.halves(part) if signal.cross else None
+                if pair is None:
+                    passes.gradients(part, _updater(optimizer, params))
+                else:
+                    passes.halves(pair, _updater(optimizer, params))
     return tally.values()
 
 
@@ -251,12 +258,13 @@ class _Passes:
     blank: Mapping[str, Seen]
     tally: _Tally
     around: Around
+    share: float  # of each piece in the whole
 
     def gradients(self, batch: Any, update: _Update) -> None:
         """One pass: every gradient against the update that it makes."""
 
         def take(name: str, grad: torch.Tensor) -> None:
-            self.tally.add(replace(self.blank[name], grad=grad, update=lambda: update(name, grad)))
+            self.tally.add(replace(self.blank[name], grad=grad, update=lambda: update(name, grad)), self.share)
 
         self._stream(batch, take)
 
@@ -270,30 +278,36 @@ class _Passes:
             if other is None:  # this half of the batch did not reach it
                 return
             seen = self.blank[name]
-            self.tally.add(replace(seen, grad=other, update=lambda: update(name, grad)), 0.5)
-            self.tally.add(replace(seen, grad=grad, update=lambda: update(name, other)), 0.5)
+            self.tally.add(replace(seen, grad=other, update=lambda: update(name, grad)), 0.5 * self.share)
+            self.tally.add(replace(seen, grad=grad, update=lambda: update(name, other)), 0.5 * self.share)
 
         self._stream(pair[1], take)
 
-    def activations(self, batch: Any) -> None:
-        """One pass that squares Σ a·g per sample and channel at the output of every module with parameters of its own."""
-        name_of = {param: name for name, param in self.params.items()}
+    def activations(self, parts: Pieces) -> None:
+        """A pass for each piece that squares Σ a·g per sample and channel at the output of every module with parameters of its
+        own; g is the gradient of the whole's loss, so pieces of any size add up to the same."""
+        name_of = {param: name for name, param in self.model.named_parameters() if name in self.blank}
         layers: list[nn.Module] = [module for module in self.model.modules() if isinstance(module, _LAYERS)]
         own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in layers}
-        own = {module: names for module, names in own.items() if names}
-        sums: dict[nn.Module, torch.Tensor] = {}  # (samples, channels), over all uses of the module
+        own = {module: names for module, names in own.items() if any(name in self.params for name in names)}
+        sums: dict[nn.Module, torch.Tensor] = {}  # of one piece: (samples, channels), over all uses of the module
+        squares: dict[nn.Module, torch.Tensor] = {}  # of all pieces: (channels,)
+        counts: dict[nn.Module, int] = {}  # samples in them
+        along: dict[str, torch.Tensor] = {}  # w·g, of what no module shows
         through_modules: set[str] = set()
-        samples = batches.size(batch) or 1
+        samples = 0
 
         def on_output(module: nn.Module, _: Any, output: Any) -> None:
             out = next(batches.tensors(output), None)
             if out is None or not out.requires_grad or out.dim() < 2:
                 return
             through_modules.update(own[module])
+            if own[module][0] not in self.params:  # another window's
+                return
             activation = out.detach().clone()  # a copy: what follows may work in place
 
             def on_out_grad(grad: torch.Tensor) -> None:
-                product = (activation * grad / self.scale).float().movedim(_channel_dim(module, activation), 1)
+                product = (activation * grad * (self.share / self.scale)).float().movedim(_channel_dim(module, activation), 1)
                 per_channel = product.reshape(product.shape[0], product.shape[1], -1).sum(dim=2)
                 sums[module] = sums[module] + per_channel if module in sums else per_channel
 
@@ -301,18 +315,25 @@ class _Passes:
 
         def on_grad(name: str, grad: torch.Tensor) -> None:
             if name not in through_modules:
-                along = (self.blank[name].weight * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1).sum(dim=1)
-                self.tally.add(replace(self.blank[name], potential=along.square() / (2 * samples**2)))
+                product = (self.blank[name].weight * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1)
+                along[name] = along.get(name, 0) + self.share * product.sum(dim=1)
 
         handles = [module.register_forward_hook(on_output) for module in own]
         try:
-            self._stream(batch, on_grad)
+            for part in parts:
+                samples += batches.size(part) or 1
+                self._stream(part, on_grad)
+                for module, total in sums.items():
+                    squares[module] = squares.get(module, 0) + total.square().sum(dim=0)
+                    counts[module] = counts.get(module, 0) + total.shape[0]
+                sums.clear()
         finally:
             for handle in handles:
                 handle.remove()
-        for module, total in sums.items():
-            potential = total.square().sum(dim=0) / (2 * total.shape[0])
-            self.tally.add(replace(self.blank[own[module][0]], potential=potential))
+        for name, product in along.items():
+            self.tally.add(replace(self.blank[name], potential=product.square() / (2 * samples**2)))
+        for module, square in squares.items():
+            self.tally.add(replace(self.blank[own[module][0]], potential=square / (2 * counts[module])))
 
     def _stream(self, batch: Any, on_grad: Callable[[str, torch.Tensor], None]) -> None:
         """One forward and backward pass; every gradient is handed over as it appears, then let go."""

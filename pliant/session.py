@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from pliant import __version__, batches, checkpoint, data, score
+from pliant import __version__, batches, checkpoint, data, markup, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
-from pliant.batches import Loss
+from pliant.batches import Loss, Pieces
 from pliant.budget import Budget, Progress
 from pliant.choice import Choice
 from pliant.clock import Laps, Pace, Watch
@@ -75,6 +75,7 @@ class Session:
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         cache: Features | str | int | None = None,
+        probe: Pieces | None = None,
         prefix_dtype: torch.dtype | None = None,
         log: str | os.PathLike[str] | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
@@ -83,7 +84,8 @@ class Session:
         correct: bool = True,
     ) -> None:
         """`profile` is a saved measurement to use instead of measuring; `undo` keeps what `delta` and `rollback` need; `cache`
-        is how many bytes of features may be kept by sample, or a `Features` of your own; `prefix_dtype` is what the prefix
+        is how many bytes of features may be kept by sample, or a `Features` of your own; `probe` are batches that units are
+        scored on in place of the one at hand, such as all there are, where they are few; `prefix_dtype` is what the prefix
         engine computes in, like torch.bfloat16 where the device is fast at it.
 
         `correct` plans again within a round where measured steps miss the time that was asked or take more memory. What is
@@ -92,6 +94,7 @@ class Session:
         if not isinstance(policy, Policy):
             raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
         self.model, self.loss = model, loss
+        self._probe_on = probe
         self.update = Update(clip, scaler, accumulate)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
         earlier = _OPEN[model]() if model in _OPEN else None
@@ -239,6 +242,18 @@ class Session:
         self._optimizer = optimizer
         self._note("the optimizer was replaced")
 
+    def _repr_html_(self) -> str:
+        """How a notebook shows it: what was asked, predicted and measured of late, and what is chosen now."""
+        if self._choice.selection is None:
+            return markup.tag("p", f"{self.policy.name}: nothing is chosen yet; the first step chooses.")
+        rows = [
+            (str(r.number), str(r.step + 1), str(r.steps), *map(markup.seconds, (r.asked, r.predicted, r.measured)))
+            for r in self.rounds[-10:]
+        ]
+        title = f"{self.policy.name}, {self._step} steps on the {self.engine} engine: time per step"
+        table = markup.Table(title, ("round", "from step", "steps", "asked", "predicted", "measured"), rows)
+        return table.html() + self.selection._repr_html_()
+
     # ------------------------------------------------------------ steps
 
     def step(self, batch: Any, ids: Any = None) -> torch.Tensor:
@@ -294,6 +309,19 @@ class Session:
         value = self._engine.take(batch, ids, finish, (first, last), eager)
         self._micro = 0 if last else self._micro + 1
         return value
+
+    @property
+    def caches(self) -> bool:
+        """Whether what is computed before the choice is kept by sample, as far as is known."""
+        return self._engine.caches
+
+    def compute(self, function: Loss, batch: Any, ids: Any = None) -> torch.Tensor:
+        """function(model, batch), detached, from the same cached features as steps: to look at what trains, between steps."""
+        self._check_open()
+        if not self._engine.caches:
+            with torch.no_grad():
+                return function(self.model, batch)
+        return self._engine.compute(function, batch, data.ids_of(batch) if ids is None else ids)
 
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; then the caller's own forward, backward and step follow."""
@@ -459,7 +487,7 @@ class Session:
         signal, seed = self.policy.signal, self.policy.seed
         work = signal, self.model, self._optimizer, self.loss, batch, self.units
         windows, around = self._choice.windows(self.progress), ENGINES[self._engine.keeps]
-        return score.probe(*work, scale=scale, seed=seed, round=round, windows=windows, around=around)
+        return score.probe(*work, scale=scale, seed=seed, round=round, windows=windows, around=around, pieces=self._probe_on)
 
     def _use(self, selection: Selection, took: tuple[Any, Any]) -> None:
         """Apply a selection: everything that can fail comes before the first change."""
@@ -480,7 +508,11 @@ class Session:
         self._choice.take(selection, replace(self.progress, round=selection.round))
         self._laps.new_round()
         seconds = self._laps.seconds(took)
-        self._log.write("round", **selection.to_json(), choosing_seconds=seconds, measured_before=measured, resident=resident())
+        if self._log.path is None:
+            return
+        split = {part: asdict(cost) for part, cost in self.profile.split(selection.units).items()}
+        said = {"engine": self.engine, "choosing_seconds": seconds, "measured_before": measured, "resident": resident()}
+        self._log.write("round", **selection.to_json(), split=split, **said)
 
     def _apply_(self, selection: Selection) -> None:
         sliced = self._engine.choose_(selection.parts, self._params, self._optimizer)
@@ -492,6 +524,10 @@ class Session:
         return "drop" if self.budget.memory is not None else self.policy.state
 
     def _log_start(self) -> None:
+        """What the run begins with; the cost of a unit is that of a step with it alone."""
+        if self._log.path is None:
+            return
+        profile = self.profile
         self._log.write(
             "start",
             pliant=__version__,
@@ -500,10 +536,16 @@ class Session:
             signal=self.policy.signal.name,
             engine=self.engine,
             seed=self.policy.seed,
-            origin=dict(self.profile.origin),
-            full=asdict(self.profile.full),
-            forward=asdict(self.profile.base),
+            origin=dict(profile.origin),
+            full=asdict(profile.full),
+            forward=asdict(profile.base),
             units={unit.name: list(unit.params) for unit in self.units},
+            costs={unit.name: asdict(cost) for unit, cost in zip(self.units, profile.alone(self.units), strict=True)},
+            split={part: asdict(cost) for part, cost in profile.on("plain", False).split([profile.everything]).items()},
+            checks=[list(check) for check in profile.checks],
+            coverage=profile.coverage,
+            uncounted=list(profile.uncounted),
+            profiling_seconds=self._pace.spent.get("profiling"),
         )
 
     def _note(self, text: str) -> None:
@@ -570,19 +612,23 @@ class Session:
             check_in_groups(self._params, self._optimizer, selection.params)
             self._engine.check(selection.parts, self._optimizer)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Model, optimizer, scaler, session and random states in one file, written aside and then renamed."""
+    def save(self, path: str | os.PathLike[str], beside: Any = None) -> None:
+        """Model, optimizer, scaler, session and random states in one file, written aside and then renamed.
+
+        `beside` is whatever of your own belongs with them, in plain types: `load` gives it back.
+        """
         state = self.state_dict()
         self._log.flush()  # a checkpoint is never ahead of the log
-        checkpoint.save(path, self.model, self._optimizer, self.update.scaler, state)
+        checkpoint.save(path, self.model, self._optimizer, self.update.scaler, state, beside)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a file that `save` wrote, as if the run had never stopped."""
+    def load(self, path: str | os.PathLike[str]) -> Any:
+        """Go on from a file that `save` wrote, as if the run had never stopped. Returns what was saved `beside`."""
         self._check_open()
         saved = checkpoint.read(path, self.model, self._optimizer)
         self._check_state(saved["session"])
         checkpoint.fill_(saved, self.model, self._optimizer, self.update.scaler)
         self.load_state_dict(saved["session"])
+        return saved.get("beside")
 
     def delta(self, path: str | os.PathLike[str] | None = None) -> dict[str, torch.Tensor]:
         """What differs from the start, by state-dict name, in its new values; with `path` also as a safetensors file.
@@ -614,7 +660,7 @@ class Session:
             return
         self._closed = True
         try:
-            self._log.write("end", step=self._step, round=self._round, resident=resident())
+            self._log.write("end", step=self._step, round=self._round, resident=resident(), spent=self.spent)
         finally:
             self._hook.remove()
             self._engine.let_go()

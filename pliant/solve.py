@@ -40,6 +40,8 @@ class Problem:
     round: int = 0
     seed: int = 0
     resource: tuple[str, ...] | None = None  # (rows,)
+    elements: Array | None = None  # (units,): numbers that train in each, wherever it stands
+    macs: Array | None = None  # (units,): of its own gradients, without the way there
 
     def cost(self, chosen: Mask) -> Array:
         """What this choice costs, per row."""
@@ -323,10 +325,12 @@ def _precedence(rows: Mask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
 def greedy(by: str = "value", stop: bool = False) -> Solver:
     """Take units one by one as long as they fit; `stop` at the first that does not.
 
-    `by` says in which order: falling "value", falling "ratio" of value to price, or "order", from the loss outwards.
+    `by` says in which order: falling "value", falling "ratio" of value to price, falling "score" of value to size, or "order",
+    from the loss outwards. The score is TinyTrain's: value / ((elements / most elements) · (MACs / most MACs)) of the unit by
+    itself, whatever way lies between it and the loss. arXiv 2307.09988.
     """
-    if by not in ("value", "ratio", "order"):
-        raise ValueError(f"greedy(by={by!r}): choose 'value', 'ratio' or 'order'.")
+    if by not in ("value", "ratio", "score", "order"):
+        raise ValueError(f"greedy(by={by!r}): choose 'value', 'ratio', 'score' or 'order'.")
 
     def solve(problem: Problem) -> Mask:
         if by == "order":
@@ -336,6 +340,11 @@ def greedy(by: str = "value", stop: bool = False) -> Solver:
             limited = np.isfinite(problem.limits) & (problem.limits > 0)
             alone = np.array([problem.cost(_only(problem, i)) for i in range(len(keys))])[:, limited]
             keys = keys / np.maximum((alone / problem.limits[limited]).sum(axis=1), 1e-12)
+        if by == "score":
+            if problem.elements is None or problem.macs is None:
+                raise ValueError("greedy(by='score') needs to know how large units are: give Problem elements and macs.")
+            for size in (problem.elements, problem.macs):
+                keys = keys / (np.maximum(size, 1) / max(size.max(), 1))
         return _fill(problem, sorted((int(i) for i in problem.free), key=lambda i: -keys[i]), stop)
 
     return solve
@@ -384,6 +393,8 @@ def within_layers(solver: Solver, share: float = 0.25) -> Solver:
             values=np.array([problem.values[units].sum() for units in picked]),
             needed=np.stack([problem.needed[:, units].any(axis=1) for units in picked], axis=1),
             always=always,
+            elements=_by_layer(problem.elements, layers),
+            macs=_by_layer(problem.macs, layers),
         )
         taken = solver(coarse)
         chosen = problem.always.copy()
@@ -395,6 +406,10 @@ def within_layers(solver: Solver, share: float = 0.25) -> Solver:
         return _fill(replace(problem, always=chosen), order, stop=False)
 
     return solve
+
+
+def _by_layer(sizes: Array | None, layers: dict[str, list[int]]) -> Array | None:
+    return None if sizes is None else np.array([sizes[units].sum() for units in layers.values()])
 
 
 def _members(problem: Problem, units: list[int], best: list[int]) -> list[int]:

@@ -220,7 +220,7 @@ def _rescaled(graph: Graph, times: Times, scales: Array) -> Times:
     return Times(
         times.inputs * inputs + (times.everything - times.inputs) * by_node,
         times.inputs * inputs,
-        {(i, name): seconds * by_node[i] for (i, name), seconds in times.alone.items()},
+        {(i, name): float(seconds * by_node[i]) for (i, name), seconds in times.alone.items()},  # plain types: these are saved
         {i: seconds * norms for i, seconds in times.norms.items()},
         times.forward * forward,
         unseen,
@@ -250,11 +250,33 @@ def optimizer_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
     return {"state": state, "scratch": scratch_bytes, "together": together}
 
 
+def state_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Bytes of optimizer state per parameter, from a step on tensors that have a shape and no memory.
+
+    Where an optimizer cannot take such a step, it takes a real one.
+    """
+    group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    kinds: dict[Any, int] = {}
+    out = {}
+    for name, param in params.items():
+        if id(param) in group_of:
+            kind = param.shape, param.dtype, group_of[id(param)]
+            if kind not in kinds:
+                try:
+                    like, copies = _with_state(optimizer, [param], [torch.empty_like(param, device="meta")])
+                except (RuntimeError, ValueError):  # fused, or written for one kind of device
+                    like, copies = _with_state(optimizer, [param])
+                tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))
+                kinds[kind] = sum(t.numel() * t.element_size() for t in tensors)
+            out[name] = kinds[kind]
+    return out
+
+
 def _with_state(
-    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor] | None = None
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """A scratch optimizer that has taken a step."""
-    like, copies = scratch(optimizer, params)
+    like, copies = scratch(optimizer, params, values=values)
     for copy in copies:
         copy.grad = torch.zeros_like(copy)
     scratch_step(like)

@@ -83,7 +83,8 @@ def channels(axis: Literal["out", "in"] = "out", group: int = 8, include: Globs 
 
     Slices of outputs take their piece of the bias along; with inputs, biases stand in no unit. Of a weight with
     several groups, a slice of inputs is the same channels in each group; where a group has one input (a depthwise convolution),
-    slices are along the outputs, which is the same there. Everything else (norms, embeddings) stands in no unit.
+    slices are along the outputs, which is the same there. Everything else (norms, embeddings, layers that the loss does not
+    reach) stands in no unit.
     """
     if axis not in ("out", "in"):
         raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
@@ -93,7 +94,9 @@ def channels(axis: Literal["out", "in"] = "out", group: int = 8, include: Globs 
     def of(graph: Graph) -> tuple[Unit, ...]:
         params = _params(graph, include, exclude)
         found: list[Unit] = []
-        elsewhere = {p for node in graph.nodes if not node.carrier and node.op not in _SLICED_OPS for p in node.params}
+        elsewhere = set(graph.unused) | {
+            p for node in graph.nodes if not node.carrier and node.op not in _SLICED_OPS for p in node.params
+        }
         mine = {p for p in params if graph.modules.get(owner(p)) in _SLICED_KINDS and p not in elsewhere}
         for param in params:
             layer, _, kind = param.rpartition(".")

@@ -23,6 +23,7 @@ from pliant import Part, Profile, ProfileMismatch, Unit, apply, batches, measure
 from pliant.apply import NormRule, Norms, apply_, sandbox
 from pliant.clock import Watch
 from pliant.graph import read, trainable, walk
+from pliant.memory import Live
 from pliant.profile import Charge
 from pliant.update import Update
 
@@ -476,6 +477,19 @@ def test_the_optimizers_scratch_memory_is_tried_out(foreach: bool) -> None:
     for name, param in model.named_parameters():
         assert sizes["state"][name] == 2 * param.numel() * 4 + 4
         assert param.numel() * 4 <= sizes["scratch"][name] <= 2 * param.numel() * 4 + 64
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop])
+@pytest.mark.parametrize("more", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_the_optimizers_state_is_known_without_its_memory(kind: Any, more: dict[str, Any]) -> None:
+    if "fused" in more and kind is torch.optim.Rprop:
+        more = {}  # it has no such way
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
+    optimizer = kind(model.parameters(), lr=0.1, **more, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    with Live(torch.device("cpu")) as live:
+        found = trial.state_sizes(optimizer, trainable(model))
+    assert found == trial.optimizer_sizes(optimizer, trainable(model))["state"]
+    assert "fused" in more or live.peak < 64 * 64 * 4
 
 
 def test_parameters_outside_the_optimizer_have_no_sizes() -> None:

@@ -222,3 +222,11 @@ def test_what_the_process_takes_is_told_where_the_system_tells_it(monkeypatch: p
     assert told is None or told > 10_000_000  # Python and PyTorch alone take more
     monkeypatch.setattr("pathlib.Path.read_text", lambda *_: (_ for _ in ()).throw(OSError))
     assert resident() is None
+
+
+def test_tensors_without_memory_do_not_count() -> None:
+    with Live(torch.device("cpu")) as live:
+        shape = torch.empty(1000, device="meta")
+        shape = shape * 2
+        real = torch.ones(10)
+    assert live.peak == real.numel() * 4 and shape.shape == (1000,)

@@ -284,7 +284,8 @@ def test_a_correction_is_for_seconds_only() -> None:
 def test_a_corrected_choice_keeps_what_was_planned_for(seed: int, share: float, correction: float, name: str) -> None:
     profile, values = branching(seed, 6)
     picked = plan(policy(SOLVERS[name], budget=Budget(time=share)), profile, values, correction=correction)
-    asked, floor = share * profile.full.seconds, min(profile.cost([unit]).seconds for unit in values)
+    asked = share * profile.full.seconds
+    floor = min(profile.cost([unit]).seconds for unit in values if profile.due([unit]))  # of those that the loss hangs on
     assert picked.asked["seconds"] == pytest.approx(asked)
     assert picked.limit["seconds"] == pytest.approx(max(asked * correction, floor))
     assert picked.cost.seconds <= picked.limit["seconds"] * (1 + 1e-8)
@@ -342,6 +343,13 @@ def test_if_no_value_is_positive_the_best_single_unit_that_fits_is_chosen() -> N
         assert chosen(plan(policy(solver, budget=Budget(time="13s")), FOUR, worth(-4, -3, -2, -1))) == "u2"
         assert chosen(plan(policy(solver, budget=Budget(time="8s")), FOUR, worth(-4, -3, -2, -1))) == "u0"
     assert chosen(plan(policy(always=("u1",)), FOUR, worth(-4, -3, -2, -1))) == "u1"
+
+
+def test_what_the_loss_does_not_hang_on_is_never_all_that_trains() -> None:
+    values = {Unit("unused", (Part("unused"),)): 0.0, **worth(-1, -2, -3, -4)}
+    assert chosen(plan(policy(budget=Budget(time="14s"), head=False), FOUR, values)) == "u0"
+    with pytest.raises(BudgetError, match=r"cheapest unit \('u0'\)"):
+        plan(policy(budget=Budget(time="7.5s"), head=False), FOUR, values)
 
 
 def test_nothing_to_choose_from_is_an_error() -> None:

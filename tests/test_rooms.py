@@ -29,12 +29,13 @@ LEFT = {
     "score",
     "engine",
 }
-LEFT |= {"memory", "undo", "runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback"}
+LEFT |= {"memory", "undo", "runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback", "markup"}
 
 # room → the rooms and the packages outside the standard library that it may import, wherever in its files the import stands
 MAY_IMPORT: dict[str, set[str]] = {
-    "types": set(),
-    "profile": {"types", "numpy"},
+    "markup": set(),
+    "types": {"markup"},
+    "profile": {"types", "markup", "numpy"},
     "budget": {"types"},
     "schedule": {"budget"},
     "solve": {"types", "numpy", "scipy"},
@@ -91,11 +92,37 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "session": LEFT | {"data", "torch"},
     "recipes": {"policy", "budget", "schedule", "score", "solve", "units", "measure", "roofline", "types"},
-    "models": {"torch", "safetensors"},
+    "models": {"types", "torch", "safetensors"},
     "data": {"models", "torch", "numpy", "sklearn"},
-    "report": {"types", "runlog", "rich"},
+    "images": {"types", "data", "torch", "numpy", "PIL"},
+    "fewshot": {"types", "batches", "budget", "policy", "recipes", "session", "images", "models", "torch", "numpy"},
+    "report": {"types", "runlog", "roofline", "markup"},
+    "watch": {"types", "report"},
+    "folder": {"types"},
+    "task": {"types", "budget", "policy", "recipes", "session", "data", "images", "models", "torch"},
+    "train": {"types", "budget", "engine", "measure", "energy", "checkpoint", "runlog", "session", "models", "torch"}
+    | {"folder", "task"},
+    "compare": {"types", "folder", "task", "train"},
+    "explain": {"types", "session"},
+    "doctor": {"clock", "memory", "energy", "roofline", "recipes", "session", "torch"},
     "demo": {"session", "recipes", "measure", "data", "models", "torch", "rich"},
-    "cli": {"demo", "survey", "data", "models", "report", "torch", "rich", "typer"},  # and what `import pliant` offers
+    "cli": {
+        "train",
+        "compare",
+        "doctor",
+        "task",
+        "explain",
+        "demo",
+        "survey",
+        "data",
+        "models",
+        "report",
+        "watch",
+        "torch",
+        "rich",
+        "typer",
+    }  # and what `import pliant` offers
+    | {"images", "fewshot"},
     "__init__": LEFT | {"session", "recipes", "energy", "roofline"},
 }
 ANYONE = {"pliant"}  # `from pliant import __version__`: a name of the package itself, not a room

@@ -416,7 +416,7 @@ def test_greedy_can_stop_at_the_first_that_does_not_fit() -> None:
 
 
 def test_greedy_refuses_an_unknown_order() -> None:
-    with pytest.raises(ValueError, match=r"greedy\(by='size'\): choose 'value', 'ratio' or 'order'"):
+    with pytest.raises(ValueError, match=r"greedy\(by='size'\): choose 'value', 'ratio', 'score' or 'order'"):
         greedy("size")
 
 

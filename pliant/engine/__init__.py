@@ -249,6 +249,12 @@ class Engine:
         self.after(inside)
         return value
 
+    def compute(self, function: Loss, batch: Any, ids: Any) -> torch.Tensor:
+        """function(model, batch), with what needs no gradient from the cache: the same features as steps use."""
+        choice = self._sliced, function  # another program than that of the loss
+        with torch.enable_grad(), ENGINES[self.keeps](self.slices):  # what needs a gradient tells where the cached part ends
+            return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
+
     def _forward(self, batch: Any, ids: Any, found: Found | None) -> torch.Tensor:
         def forward() -> torch.Tensor:
             return compute_loss(self._model, self._loss, batch)

@@ -363,7 +363,7 @@ def _is_float(result: Any) -> bool:
 _TENSOR: Any = torch.Tensor
 _HARMLESS: frozenset[Any] = frozenset(  # give a tensor, but not one that depends on the values by way of autograd
     (
-        *(_TENSOR.data.__get__, _TENSOR.grad.__get__, torch.Tensor.detach, torch.detach),
+        *(_TENSOR.data.__get__, _TENSOR.grad.__get__, torch.Tensor.detach, torch.detach, torch.Tensor.requires_grad_),
         *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),
         *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_empty, torch.Tensor.new_full),
     )

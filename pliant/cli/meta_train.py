@@ -1,0 +1,73 @@
+"""`pliant meta-train`: a backbone practises tasks of few images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pliant.cli.app import app, told
+
+
+@app.command("meta-train")
+def meta_train(
+    source: Annotated[
+        Path, typer.Argument(help="Images to practise on: a folder with a folder for each class, or a packed .npz.")
+    ],
+    out: Annotated[Path, typer.Option(help="The .safetensors file that the weights go to.")],
+    backbone: Annotated[
+        str, typer.Option(help="efficientnet_lite0 with its ImageNet weights, a .safetensors file, or package.module:factory.")
+    ] = "efficientnet_lite0",
+    scratch: Annotated[bool, typer.Option("--scratch", help="Begin with random weights of a built-in network.")] = False,
+    episodes: Annotated[int, typer.Option(min=1, help="Tasks to practise.")] = 1000,
+    support: Annotated[int, typer.Option(min=10, help="Images to learn a task from, at most: what memory holds.")] = 500,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate at the start; it falls to nothing along a cosine.")] = 0.005,
+    size: Annotated[int, typer.Option(min=32, help="Pixels per side that images are resized to.")] = 128,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of the tasks.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run with the same --out was stopped.")] = False,
+) -> None:
+    """Prepare a backbone for learning from few images: it practises tasks drawn from a set of many classes.
+
+    Example: pliant meta-train flowers/ --backbone mcunet.safetensors --episodes 2000 --out practised.safetensors
+    """
+    import torch
+
+    from pliant import fewshot, images, models
+
+    console = Console()
+    with told(console, ValueError, RuntimeError, stopped="stopped: go on with --resume."):
+        torch.manual_seed(seed)  # random weights
+        net = models.load(backbone, pretrained=backbone in models.BUILT_IN and not scratch).to(device)
+        found = images.load(source, size)
+        sampling = fewshot.Sampling(ways=(5, min(50, support)), support=support)
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        with Progress(TextColumn("practising"), *columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+            task = progress.add_task("practising", total=episodes, note="")
+            recent = [0.0, 0.0]
+
+            def tell(number: int, loss: float, hits: float) -> None:
+                for place, new in enumerate((loss, hits)):
+                    recent[place] = new if not recent[0] else 0.95 * recent[place] + 0.05 * new
+                progress.update(task, completed=number + 1, note=f"loss {recent[0]:.3f}, accuracy {recent[1]:.1%}")
+
+            done = fewshot.meta_train(
+                net,
+                found,
+                episodes=episodes,
+                sampling=sampling,
+                lr=lr,
+                norm=fewshot.norm_of(net) or models.NORM,
+                out=out,
+                resume=resume,
+                seed=seed,
+                on_episode=tell,
+            )
+        last = done.accuracies[-max(1, episodes // 10) :]
+        console.print(
+            f"{out}: accuracy {sum(last) / len(last):.1%} on the last {len(last)} tasks, scale {done.scale:.2f}.",
+            highlight=False,
+        )

@@ -1,0 +1,25 @@
+"""Few labelled images and a small device, in two stages (TinyTrain, arXiv 2307.09988).
+
+Offline, `meta_train` prepares a backbone on one set of images, so that few of another suffice later. On the device, `adapt`
+takes the few there are, chooses what is worth training inside a budget of memory and MACs, and trains that.
+"""
+
+from pliant.fewshot.adapt import Adapted, adapt
+from pliant.fewshot.episodes import Episode, Sampling
+from pliant.fewshot.meta import MetaTrained, meta_train
+from pliant.fewshot.prototypes import SCALE, Prototypes, scale_of
+from pliant.fewshot.views import Augment, norm_of
+
+__all__ = [
+    "SCALE",
+    "Adapted",
+    "Augment",
+    "Episode",
+    "MetaTrained",
+    "Prototypes",
+    "Sampling",
+    "adapt",
+    "meta_train",
+    "norm_of",
+    "scale_of",
+]

@@ -1,0 +1,137 @@
+"""The offline stage: a backbone practises tasks of few images on one set, so that few images of another suffice later."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pliant import models
+from pliant.fewshot.episodes import Episode, Sampling
+from pliant.fewshot.prototypes import SCALE, Prototypes, class_means
+from pliant.fewshot.views import Views, needed_norm
+from pliant.images import ImageSet, Norm
+from pliant.types import PliantError, write_aside
+
+CLIP = 1.0
+_SAVE_EVERY = 50  # episodes
+
+
+class ResumeError(PliantError, ValueError):
+    """A run that cannot be gone on with."""
+
+
+@dataclass(frozen=True, eq=False)
+class MetaTrained:
+    """A backbone that has practised, the scale that it learned, and how each task went: loss and accuracy on its queries."""
+
+    backbone: nn.Module
+    scale: float
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+
+
+def meta_train(
+    backbone: nn.Module,
+    source: ImageSet,
+    *,
+    episodes: int = 1000,
+    sampling: Sampling | None = None,
+    lr: float = 0.005,
+    norm: Norm | None = None,
+    scale: float = SCALE,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    on_episode: Callable[[int, float, float], None] | None = None,
+) -> MetaTrained:
+    """Train a backbone in place on tasks drawn from `source`: prototypes from the support images, the loss of the query images,
+    and the gradient of both.
+
+    Norms keep their statistics: a task of a few classes would teach them its own. The rate falls to nothing along a half
+    cosine. The weights end up in `out` (safetensors, with the learned scale). With `out`, the state is kept beside it every
+    few tasks, and with `resume` a run that was stopped goes on there as if it had not been.
+    """
+    if episodes < 1:
+        raise ValueError(f"episodes={episodes}: at least one.")
+    if resume and out is None:
+        raise ResumeError("resume=True goes on from the state beside a file: name it with out=….")
+    norm = needed_norm(backbone, norm)
+    sampling = sampling or Sampling()
+    model = Prototypes(backbone, scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, episodes)
+    held = {"model": model, "optimizer": optimizer, "falling": falling}
+    told = {"episodes": episodes, "seed": seed, "lr": lr, "sampling": asdict(sampling), "images": len(source)}
+    losses: list[float] = []
+    accuracies: list[float] = []
+    state = Path(f"{os.fspath(out)}.state") if out is not None else None
+    if resume and state is not None and state.exists():
+        losses, accuracies = _go_on(state, held, told)
+    was = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        for number in range(len(losses), episodes):
+            loss, hits = practise(model, sampling.draw(source, seed, number), norm)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            falling.step()
+            losses.append(float(loss.detach()))
+            accuracies.append(hits)
+            if state is not None and (number + 1) % _SAVE_EVERY == 0:
+                _keep(state, held, told, losses, accuracies)
+            if on_episode is not None:
+                on_episode(number, losses[-1], hits)
+    finally:
+        for module, flag in was.items():
+            module.training = flag
+    learned = float(model.scale.detach())
+    if out is not None and state is not None:
+        write_aside(out, models.weights_of(backbone, {"scale": repr(learned)}))
+        state.unlink(missing_ok=True)
+    return MetaTrained(backbone, learned, tuple(losses), tuple(accuracies))
+
+
+def practise(model: Prototypes, episode: Episode, norm: Norm) -> tuple[Tensor, float]:
+    """The loss of one task and the share of its queries that were named rightly."""
+    device = model.log_scale.device
+    (support, learned, _), (query, asked, _) = (
+        next(iter(Views(images, len(images), norm, device=device))) for images in (episode.support, episode.query)
+    )
+    prototypes = class_means([(model.embed(support), learned)], len(episode.support.classes))
+    logits = model.logits(model.embed(query), prototypes)
+    return F.cross_entropy(logits, asked), float((logits.argmax(1) == asked).float().mean())
+
+
+def _keep(state: Path, held: dict[str, Any], told: dict[str, Any], losses: list[float], accuracies: list[float]) -> None:
+    content = io.BytesIO()
+    tensors = {name: one.state_dict() for name, one in held.items()}
+    torch.save({**tensors, "told": told, "losses": losses, "accuracies": accuracies}, content)
+    write_aside(state, content.getvalue())
+
+
+def _go_on(state: Path, held: dict[str, Any], told: dict[str, Any]) -> tuple[list[float], list[float]]:
+    try:
+        saved: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, LookupError, ValueError, pickle.UnpicklingError) as error:
+        raise ResumeError(f"{os.fspath(state)!r} is not the whole state of a run. Remove it to begin anew.") from error
+    differ = [key for key in told if saved["told"].get(key) != told[key]]
+    if differ:
+        was, now = saved["told"].get(differ[0]), told[differ[0]]
+        raise ResumeError(
+            f"{os.fspath(state)!r} is of a run with {differ[0]}={was}, and this one has {now}. Go on with the same, or remove "
+            f"it to begin anew."
+        )
+    for name, one in held.items():
+        one.load_state_dict(saved[name])
+    return saved["losses"], saved["accuracies"]
