@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test bench-quick clean
+.PHONY: install demo test browser bench-quick clean
 
 install: $(STAMP)
 
@@ -14,8 +14,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/pliant demo
 
+# The report's page is tested in a real browser. Where none can be had, those tests are skipped and say so.
+browser: $(STAMP)
+	@test -n "$$CHROMIUM" || command -v chromium || command -v chromium-browser || command -v google-chrome || { \
+		test "$$(id -u)" = 0 && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; \
+	} || echo "No Chromium here, so the page is not tested. Install one (apt install chromium) or set CHROMIUM=/path/to/it."
+
 # One thread per test process: two processes that each take every core only slow each other down.
-test: $(STAMP)
+test: $(STAMP) browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy pliant

@@ -1,0 +1,49 @@
+"""`pliant report`: run logs → one page."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import pliant
+from pliant.cli.app import app, told
+
+
+class Format(str, Enum):
+    html = "html"
+    md = "md"
+    text = "text"
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Folders of runs, or their logs.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="Write to this file. For html: report.html beside the first log.", show_default=False)
+    ] = None,
+    form: Annotated[Format, typer.Option("--format", help="One web page, Markdown, or plain text.")] = Format.html,
+) -> None:
+    """Show what a run chose, what it cost and what it learned; several runs are compared.
+
+    The page needs no network and no server: open it, mail it, keep it. Markdown and text are printed unless --out is given.
+
+    Example: pliant report runs/a runs/b --out compare.html
+    """
+    from pliant import report as reports
+
+    console = Console()
+    with told(console, OSError):
+        loaded = reports.named(reports.load(run) for run in runs)
+        write = {Format.html: reports.page, Format.md: reports.markdown, Format.text: reports.text}[form]
+        content = write(loaded)
+        if out is None and form is Format.html:
+            out = reports.log_of(runs[0]).with_name("report.html")
+        if out is None:
+            typer.echo(content, nl=False)
+            return
+        pliant.types.write_aside(out, content.encode())
+        console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)

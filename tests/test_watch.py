@@ -1,0 +1,158 @@
+"""Watching a run: its page alone, to this machine alone, for as long as somebody looks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from runlogs import BAD, hostile, train
+from typer.testing import CliRunner
+
+from pliant import PliantError, cli, runlog, watch
+from pliant.report import LogError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = train(tmp_path_factory.mktemp("runs") / "chain", 6)
+    (folder / "secret.txt").write_text("secret")
+    return folder
+
+
+@pytest.fixture
+def server(run: Path) -> Iterator[ThreadingHTTPServer]:
+    yield from serving(run)
+
+
+def serving(run: Path) -> Iterator[ThreadingHTTPServer]:
+    with watch.server(run) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(
+    server: ThreadingHTTPServer, path: str, method: str = "GET", host: str | None = None
+) -> tuple[int, str, dict[str, str]]:
+    """The answer to a request that is sent as it is, dots and all."""
+    port = server.server_port
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.putrequest(method, path, skip_host=True)
+    if host != "":
+        connection.putheader("Host", host or f"127.0.0.1:{port}")
+    connection.endheaders()
+    answer = connection.getresponse()
+    out = answer.status, answer.read().decode(), dict(answer.getheaders())
+    connection.close()
+    return out
+
+
+def test_the_page_is_served_and_asks_for_news(server: ThreadingHTTPServer) -> None:
+    code, page, headers = get(server, "/")
+    assert code == 200 and "<body data-live>" in page and "Selection map" in page
+    assert "default-src 'none'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff" and "Access-Control-Allow-Origin" not in headers
+    assert get(server, "/", "HEAD")[:2] == (200, "")
+
+
+def test_news_come_when_the_log_has_grown(tmp_path: Path) -> None:
+    run = train(tmp_path / "grows", 4)
+    for server in serving(run):
+        news = json.loads(get(server, "/news.json")[1])
+        assert "Selection map" in news["main"] and news["said"] == "finished" and news["wait"] >= 2
+        assert "main" not in json.loads(get(server, f"/news.json?since={news['stamp']}")[1])
+        runlog.append(run / "run.jsonl", [{"event": "step", "step": 5, "round": 1, "loss": 0.5, "seconds": 0.01}])
+        more = json.loads(get(server, f"/news.json?since={news['stamp']}")[1])
+        assert more["said"] == "live, step 5" and more["stamp"] != news["stamp"] and "main" in more
+        (run / "run.jsonl").unlink()
+        assert "cannot be read" in json.loads(get(server, "/news.json")[1])["said"]
+        assert get(server, "/")[0] == 503
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/run.jsonl",
+        "/secret.txt",
+        "/../secret.txt",
+        "/..%2fsecret.txt",
+        "/./",
+        "//[",
+        "/%2e%2e/",
+        "/chain/",
+        "/news.json/",
+        "/etc/passwd",
+        "/?/../../etc/passwd/..",
+        "/index.html",
+        "/favicon.ico",
+        "http://elsewhere/secret.txt",
+    ],
+)
+def test_nothing_else_is_served(server: ThreadingHTTPServer, path: str) -> None:
+    code, content, _ = get(server, path)
+    assert "secret" not in content and "root:" not in content
+    assert code == (200 if path.startswith("/?") else 404)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil:{port}", ""]
+)
+def test_only_its_own_name_is_answered(server: ThreadingHTTPServer, host: str) -> None:
+    code, content, _ = get(server, "/", host=host.format(port=server.server_port))
+    assert code == 403 and "Selection" not in content
+    assert get(server, "/", host=f"localhost:{server.server_port}")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_it_only_tells(server: ThreadingHTTPServer, method: str) -> None:
+    assert get(server, "/", method)[0] == 501
+
+
+def test_it_listens_on_this_machine_only(server: ThreadingHTTPServer) -> None:
+    assert server.server_address[0] == "127.0.0.1" and server.socket.family == socket.AF_INET
+
+
+def test_what_a_log_says_is_escaped(run: Path, tmp_path: Path) -> None:
+    for server in serving(hostile(tmp_path / "bad", run)):
+        for content in (get(server, "/")[1], json.loads(get(server, "/news.json")[1])["main"]):
+            assert "pwned" in content and BAD not in content and "<script>alert" not in content
+
+
+def test_what_cannot_be_watched_is_told(tmp_path: Path, server: ThreadingHTTPServer, run: Path) -> None:
+    with pytest.raises(LogError, match="no run"):
+        watch.server(tmp_path)
+    with pytest.raises(PliantError, match="cannot be had"):
+        watch.server(run, server.server_port)
+    shown = CliRunner().invoke(cli.app, ["watch", str(tmp_path)])
+    assert shown.exit_code == 1 and "no run.jsonl" in " ".join(shown.output.split())
+    assert "Example: pliant watch" in CliRunner().invoke(cli.app, ["watch", "--help"]).output
+
+
+def test_ctrl_c_ends_the_command(run: Path) -> None:
+    code = "from pliant.cli import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "watch", str(run)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        port = int(line.split("127.0.0.1:")[1].split("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read().strip() == "stopped."
+        assert process.wait(timeout=10) == 0
+        connection.close()
