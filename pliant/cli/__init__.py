@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pliant.cli import demo, profile  # noqa: F401  # each adds its command
+from pliant.cli import adapt, compare, demo, doctor, meta_train, plan, profile, report, train, watch  # noqa: F401
 from pliant.cli.app import app
 
 

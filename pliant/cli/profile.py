@@ -15,7 +15,7 @@ from pliant.cli.app import app, told
 
 @app.command()
 def profile(
-    model: Annotated[str, typer.Argument(help="efficientnet_lite0, or package.module:factory.")] = "efficientnet_lite0",
+    model: Annotated[str, typer.Argument(help="As in `pliant train --model`.")] = "efficientnet_lite0",
     batch: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 8,
     size: Annotated[int, typer.Option(min=8, help="Pixels per side of the images.")] = 64,
     shape: Annotated[str, typer.Option(help="Shape of one input instead, like 3x128x128; with --ids, like 64.")] = "",
@@ -31,6 +31,8 @@ def profile(
     """Measure a model on this device: every layer's cost, arithmetic intensity and place under the roof.
 
     Example: pliant profile efficientnet_lite0 --batch 4 --size 96 --svg roof.svg
+
+    Exit codes: 0 done, 1 told why not, 2 wrong usage, 130 stopped.
     """
     import torch
 

@@ -1,0 +1,142 @@
+"""`pliant train`: a model, a set of images, a budget; weights at the end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import pliant
+from pliant.cli.app import app, told
+from pliant.task import RECIPES
+from pliant.train import Options
+
+_DEFAULT = {field.name: str(field.default) for field in fields(Options)}
+
+
+def from_toml(path: Path) -> dict[str, Any]:
+    """The options in a file; their names may be written with dashes, as on the command line."""
+    try:
+        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ImportError as error:
+        raise ImportError("to read TOML, Python 3.10 needs tomli. Run: pip install 'pliant[toml]'", name="tomli") from error
+    try:
+        held: dict[str, Any] = toml.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise pliant.PliantError(f"no file {str(path)!r} (--config).") from error
+    except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
+        raise pliant.PliantError(f"{str(path)!r} cannot be read as TOML: {error}") from error
+    return {name.replace("-", "_"): value for name, value in held.items()}
+
+
+# Every default is None, "not given", so that a file of options is overruled by what is: the real ones stand in `Options`.
+@app.command()
+def train(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="efficientnet_lite0, timm:NAME, package.module:factory, or a .safetensors file of an earlier run.",
+            show_default=_DEFAULT["model"],
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder with a folder of images per class, a packed .npz set, or digits.", show_default=_DEFAULT["data"]
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help=f"What to train: {', '.join(RECIPES)}; only:GLOB,GLOB names it.", show_default=_DEFAULT["recipe"]),
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(help="Time a step may take: a share of a full one, or like 12ms.", show_default="0.5 for pliant"),
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory it may take beyond inference: a share, or like 64MB.")] = None,
+    macs: Annotated[str | None, typer.Option(help="Multiply-accumulates: a share, or like 1.5GMAC.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Times through the images.", show_default=_DEFAULT["epochs"])
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.", show_default=_DEFAULT["batch"])] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Learning rate at the start; it falls to nothing along a cosine.", show_default=_DEFAULT["lr"]),
+    ] = None,
+    size: Annotated[int | None, typer.Option(min=8, help="Pixels per side.", show_default=_DEFAULT["size"])] = None,
+    validation: Annotated[
+        float | None,
+        typer.Option(help="Share of each class to validate with, if the data names none.", show_default=_DEFAULT["validation"]),
+    ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations.", show_default="an epoch")
+    ] = None,
+    scratch: Annotated[bool | None, typer.Option("--scratch", help="Begin with random weights.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …", show_default="cuda if there is one")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, plain, or of lean, prefix and graphs some, like lean+prefix.", show_default=_DEFAULT["engine"]
+        ),
+    ] = None,
+    exact: Annotated[
+        bool | None, typer.Option("--exact", help="Once measured, nothing hangs on the clock: repeats bit for bit on a CPU.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the split, new weights and the order of images.", show_default=_DEFAULT["seed"])
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="a new one in runs/")] = None,
+    resume: Annotated[bool | None, typer.Option("--resume", help="Go on with the run in --out, with its options.")] = None,
+    delta: Annotated[bool | None, typer.Option("--delta", help="Write only the weights that changed.")] = None,
+    log_to: Annotated[str | None, typer.Option(help="Also write for: tensorboard.")] = None,
+    keep_anyway: Annotated[
+        bool | None, typer.Option("--keep-anyway", help="Keep the end even if the start was better.")
+    ] = None,
+    measure_memory: Annotated[
+        bool | None, typer.Option("--measure-memory", help="Measure the peak bytes of a step at the end.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with options; the command line wins.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
+) -> None:
+    """Train a model on images inside a budget; writes the best and the last weights, a log, and what --resume goes on from.
+
+    Example: pliant train --data digits --time 0.4 --epochs 2 --out runs/first
+
+    Exit codes: 0 done, 1 told why not, 2 wrong usage, 130 stopped by Ctrl-C with everything saved.
+    """
+    given = {name: value for name, value in locals().items() if value is not None and name not in ("config", "as_json")}
+    from pliant.cli.live import duration, shown
+    from pliant.train import train as run
+
+    console = Console(stderr=as_json, quiet=as_json)
+    with told(Console(stderr=True), ValueError, stopped="stopped: what was trained is saved; go on with --resume."):
+        options = {**(from_toml(config) if config is not None else {}), **given}
+        where = str(config) if config is not None else "the command line"
+        if options.get("resume") and options.get("out"):
+            options = {**vars(Options.of_run(options["out"])), **options}
+        with shown(console) as watch:
+            result = run(Options.of(options, where), None if as_json else watch)
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+        return
+    ends = "rolled back to the start" if result.rolled_back else f"{result.accuracy:.1%}"
+    step = f", {result.seconds_per_step * 1e3:.3g} ms a step" if result.seconds_per_step else ""
+    console.print(
+        f"validation accuracy {result.evaluations[0].accuracy:.1%} → {ends}; best {result.best.accuracy:.1%} at step "
+        f"{result.best.step}; trained for {duration(result.seconds)}{step}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if result.memory_bytes is not None:
+        console.print(f"a step takes {result.memory_bytes / 1e6:.4g} MB beyond inference", highlight=False)
+    if result.joules is not None:
+        console.print(f"energy: {result.joules:.4g} J", highlight=False)
+    console.print(
+        f"best.safetensors, last.safetensors and run.jsonl are in {result.out}", markup=False, highlight=False, soft_wrap=True
+    )

@@ -1,0 +1,89 @@
+"""`pliant plan`: what a budget would choose, and why; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+from typer.testing import CliRunner
+
+from pliant import cli
+
+run = CliRunner().invoke
+FLAGS = ["plan", tiny.MODEL, "--data", tiny.DATA, "--size", "8", "--batch", "8", "--scratch", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    tiny.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    tiny.forget()
+    yield tmp_path
+    tiny.forget()
+
+
+def test_a_plan_keeps_its_budget_and_says_why() -> None:
+    shown = run(cli.app, [*FLAGS, "--macs", "0.7", "--json"])
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    units = {unit["name"]: unit for unit in found["units"]}
+    assert next(iter(units)) == "7" and units["7"]["chosen"]  # the head, nearest the loss
+    assert found["asked"]["macs"] == pytest.approx(0.7) and found["cost"]["macs"] <= 0.7
+    chosen = [unit for unit in found["units"] if unit["chosen"]]
+    assert chosen[-1]["cumulative"] == pytest.approx(found["cost"])
+    steps = [unit["cumulative"]["macs"] for unit in chosen]
+    assert steps == sorted(steps) and all(unit["alone"]["macs"] <= unit["cumulative"]["macs"] for unit in chosen)
+    assert sum(unit["share_of_value"] for unit in found["units"]) == pytest.approx(1)
+    for unit in found["units"]:
+        if not unit["chosen"]:
+            assert unit["why"] == "worth nothing" or unit["why"].startswith("no room: macs")
+
+
+def test_all_the_room_there_is_chooses_all_that_is_worth_something() -> None:
+    found = json.loads(run(cli.app, [*FLAGS, "--macs", "1.0", "--json"]).stdout)
+    assert found["value"] == pytest.approx(1)
+    assert {unit["why"] for unit in found["units"] if not unit["chosen"]} <= {"worth nothing"}
+
+
+def test_what_has_no_room_even_alone_is_not_called_worthless() -> None:
+    found = json.loads(run(cli.app, [*FLAGS, "--macs", "0.5", "--json"]).stdout)
+    whys = [unit["why"] for unit in found["units"] if not unit["chosen"]]
+    assert len(whys) == 2 and all(why.startswith("no room: macs 0.") for why in whys)
+
+
+def test_the_table_tells_the_same() -> None:
+    shown = run(cli.app, [*FLAGS, "--macs", "0.7"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0 and "macs: asked 0.700" in shown.output and "alone  cumulative  why" in shown.output
+    assert "█  7" in shown.output and "of 3 units" in shown.output
+
+
+def test_a_recipe_without_a_budget_is_shown_too() -> None:
+    shown = run(cli.app, [*FLAGS, "--recipe", "head"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0 and "head chooses 2 of 8 units" in shown.output
+    found = json.loads(run(cli.app, [*FLAGS, "--recipe", "head", "--json"]).stdout)
+    assert {unit["why"] for unit in found["units"] if not unit["chosen"]} <= {"left out by the recipe", "worth nothing"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--macs", "0.001"], "below the floor"),
+        (["--time", "0"], "neither a share"),
+        (["--recipe", "lastt", "--time", "0.5"], "Did you mean 'last'?"),
+        (["--data", "nowhere"], "no data 'nowhere'"),
+    ],
+)
+def test_bad_input_is_told(flags: list[str], said: str) -> None:
+    shown = run(cli.app, [*FLAGS, *flags])
+    assert shown.exit_code == 1 and said in " ".join(shown.output.split()), shown.output
+
+
+def test_nothing_is_written(place: Path) -> None:
+    before = sorted(entry.name for entry in place.iterdir())
+    run(cli.app, [*FLAGS, "--macs", "0.7"])
+    assert sorted(entry.name for entry in place.iterdir() if entry.name != "__pycache__") == before

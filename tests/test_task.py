@@ -1,0 +1,156 @@
+"""From names to what they mean: models, images, recipes, budgets; and back from files of weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from pliant import PliantError, models, recipes, task
+from pliant.budget import Budget
+from pliant.types import write_aside
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    tiny.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    tiny.forget()
+    yield tmp_path
+    tiny.forget()
+
+
+def loaded(**other: Any) -> task.Task:
+    return task.load(tiny.MODEL, tiny.DATA, **{"size": 8, "seed": 0, "device": "cpu", **other})
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def test_every_recipe_has_its_name() -> None:
+    assert {"pliant", "full", "head", "last", "only", "elastic_trainer"} <= set(task.RECIPES)
+    assert all(task.RECIPES[name] is getattr(recipes, name) for name in task.RECIPES)
+    for name in set(task.RECIPES) - {"only"}:
+        assert task.policy(name).name == name
+
+
+def test_budgets_are_those_that_were_given() -> None:
+    assert task.policy("pliant", time="0.4", memory="64MB").budget == Budget(time=0.4, memory="64MB")
+    assert task.policy("pliant").budget == Budget(time=0.5)
+    assert task.policy("pliant", macs=0.3).budget == Budget(macs=0.3)
+    assert task.policy("random", time=0.9, seed=7).seed == 7
+    assert task.policy("only:head.*,*.bias").name == "only(head.*, *.bias)"
+    with pytest.raises(PliantError, match="takes none"):
+        task.policy("full", time="0.5")
+
+
+def test_the_rate_falls_from_the_start_to_nothing() -> None:
+    rates = [task.rate(0.1, step, 10) for step in range(11)]
+    assert rates[0] == 0.1 and rates[5] == pytest.approx(0.05) and rates[10] == pytest.approx(0)
+    assert rates == sorted(rates, reverse=True)
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def test_batches_of_an_epoch_hang_on_nothing_else() -> None:
+    mine = loaded()
+    first = [labels.tolist() for _, labels in mine.batches(8, 3, 1)]
+    list(mine.batches(8, 3, 0))
+    assert first == [labels.tolist() for _, labels in mine.batches(8, 3, 1)]
+    assert first != [labels.tolist() for _, labels in mine.batches(8, 3, 0)]
+    assert first != [labels.tolist() for _, labels in mine.batches(8, 4, 1)]
+
+
+def test_judging_leaves_no_trace_and_tells_the_truth() -> None:
+    mine = loaded()
+    mine.model.train()
+    mine.model[1].eval()  # type: ignore[index]
+    before = {name: value.clone() for name, value in mine.model.state_dict().items()}
+    accuracy, loss = task.judge(mine.model, mine.validation)
+    assert mine.model.training and not mine.model[1].training  # type: ignore[index]
+    assert all(torch.equal(before[name], value) for name, value in mine.model.state_dict().items())
+    mine.model.eval()
+    logits = mine.model(mine.validation.images).detach()
+    assert accuracy == pytest.approx(float((logits.argmax(1) == mine.validation.labels).float().mean()))
+    assert loss == pytest.approx(float(nn.functional.cross_entropy(logits, mine.validation.labels)))
+
+
+def test_digits_come_with_their_classes() -> None:
+    pytest.importorskip("sklearn")
+    mine = task.load("tiny_net:net", "digits", size=8, seed=0, device="cpu", scratch=True)
+    assert mine.classes == tuple("0123456789") and len(mine.train) == 1000 and len(mine.validation) == 297
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+def test_a_device_that_is_not_there_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PliantError, match="no CUDA device"):
+        loaded(device=device)
+
+
+# ---------------------------------------------------------------- models by name
+
+
+def test_a_file_of_weights_is_the_model_again() -> None:
+    model = models.load("tiny_net:net", 4)
+    write_aside("w.safetensors", models.weights_of(model, {"model": "tiny_net:net", "classes": "4"}))
+    again = models.load("w.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    other = models.load("w.safetensors", classes=6)
+    assert other[7].out_features == 6 and torch.equal(other[0].weight, model[0].weight)  # type: ignore[index]
+
+
+def test_tensors_that_share_memory_can_be_saved() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    assert models.weights_of(model)
+
+
+def test_files_that_are_of_nothing_known_are_told() -> None:
+    save_file({"a": torch.zeros(2)}, "odd.safetensors")
+    with pytest.raises(ValueError, match="of none of"):
+        models.load("odd.safetensors")
+    Path("broken.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match="broken"):
+        models.load("broken.safetensors")
+    save_file({"a": torch.zeros(2)}, "other.safetensors", {"model": "tiny_net:net"})
+    with pytest.raises(ValueError, match="is not of tiny_net:net"):
+        models.load("other.safetensors")
+
+
+def test_timm_models_come_by_name_with_their_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiny_net
+
+    def create(name: str, pretrained: bool, num_classes: int) -> nn.Module:
+        assert pretrained and name == "resnet18"
+        model: nn.Module = tiny_net.net(num_classes)
+        model.pretrained_cfg = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}  # type: ignore[assignment]
+        return model
+
+    timm: Any = SimpleNamespace(list_models=lambda: ["resnet18", "resnet34"], create_model=create)
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    mine = task.load("timm:resnet18", tiny.DATA, size=8, seed=0, device="cpu")
+    assert mine.train.images.unique().tolist() == [-2.0, 2.0]  # (0 − ½) / ¼ and (1 − ½) / ¼
+    with pytest.raises(PliantError, match="Did you mean 'resnet18'"):
+        task.load("timm:resnet81", tiny.DATA, size=8, seed=0, device="cpu")
+
+
+def test_what_is_saved_beside_comes_back() -> None:
+    mine = loaded(scratch=True)
+    policy = task.policy("head")
+    with task.session(mine, policy, batch=8, lr=0.1, scratch=True) as session:
+        session.step(next(mine.batches(8, 0, 0)))
+        session.save("state.pt", {"mine": [1, 2.5, "three"]})
+        assert session.load("state.pt") == {"mine": [1, 2.5, "three"]}
+        session.save("state.pt")
+        assert session.load("state.pt") is None

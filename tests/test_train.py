@@ -1,0 +1,451 @@
+"""`pliant train` and the function behind it: what it writes, how it goes on, what it refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from pliant import BudgetError, PliantError, cli, folder, models, runlog
+from pliant.cli import live
+from pliant.train import Moment, Options, train
+
+TINY: dict[str, Any] = {"model": tiny.MODEL, "data": tiny.DATA, "size": 8, "batch": 8, "epochs": 3, "device": "cpu"}
+TINY |= {"exact": True, "scratch": True}
+FLAGS = [f"--{k}={v}" if v is not True else f"--{k}" for k, v in TINY.items()]
+run = CliRunner().invoke
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of one's own with a model and images in it; every step is told of."""
+    tiny.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr("pliant.train.run._TELL_SECONDS", 0.0)
+    tiny.forget()
+    yield tmp_path
+    tiny.forget()
+
+
+def at_step(number: int, then: Callable[[], None]) -> Callable[[Moment], None]:
+    def watch(moment: Moment) -> None:
+        if moment.step == number and not moment.news:
+            then()
+
+    return watch
+
+
+def power_cut() -> None:
+    raise RuntimeError("power cut")
+
+
+def weights(out: str, name: str = "last") -> dict[str, torch.Tensor]:
+    return load_file(Path(out) / f"{name}.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------- a run
+
+
+def test_a_run_learns_and_leaves_weights_and_a_log() -> None:
+    result = train(Options(**TINY, recipe="full", lr=0.1, out="run"))
+    assert result.evaluations[0].step == 0 and result.evaluations[-1].step == 21
+    assert result.accuracy > result.evaluations[0].accuracy and not result.rolled_back
+    assert result.best.accuracy == max(e.accuracy for e in result.evaluations)
+    lines = list(runlog.read("run/run.jsonl"))
+    told = [line for line in lines if line["event"] == "evaluated"]
+    assert [(line["step"], line["accuracy"]) for line in told] == [(e.step, e.accuracy) for e in result.evaluations]
+    assert all(line["split"] == "validation" for line in told)
+    assert sum(line["event"] == "step" for line in lines) == 21
+    again = models.load("run/last.safetensors").state_dict()
+    assert same(again, weights("run"))
+    with safe_open("run/last.safetensors", "pt") as file:
+        assert file.metadata()["names"].split("\n") == ["top", "left", "rows", "columns"]
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_one_does_not() -> None:
+    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train(Options(**TINY, recipe="full", out=out, seed=seed))
+    assert same(weights("a"), weights("b")) and not same(weights("a"), weights("c"))
+
+
+def test_watching_evaluating_and_saving_often_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(Options(**TINY, recipe="full", out="a"))
+    monkeypatch.setattr("pliant.train.run._SAVE_SECONDS", 0.0)
+    train(Options(**TINY, recipe="full", out="b", evaluate_every=5), lambda moment: None)
+    assert same(weights("a"), weights("b"))
+
+
+def test_runs_without_a_name_get_folders_of_their_own() -> None:
+    outs = [train(Options(**{**TINY, "epochs": 1}, recipe="head")).out for _ in range(2)]
+    assert outs == [os.path.join("runs", "shapes-head"), os.path.join("runs", "shapes-head-2")]
+
+
+def test_a_model_goes_on_from_an_earlier_runs_weights() -> None:
+    first = train(Options(**TINY, recipe="full", out="a", lr=0.1))
+    second = train(Options(**{**TINY, "model": "a/last.safetensors", "epochs": 1}, recipe="head", out="b"))
+    assert second.evaluations[0].accuracy == first.accuracy
+    with safe_open("b/last.safetensors", "pt") as file:
+        assert file.metadata()["model"] == tiny.MODEL
+
+
+def test_delta_holds_only_what_changed() -> None:
+    options = {**TINY, "scratch": False, "recipe": "only:7.*"}  # norms rest on their statistics, which stay
+    train(Options(**options, out="run", delta=True))
+    assert set(weights("run")) == {"7.weight", "7.bias"}
+    torch.manual_seed(0)
+    fresh = models.load(tiny.MODEL, 4)
+    whole = train(Options(**options, out="whole"))
+    fresh.load_state_dict(weights("run"), strict=False)
+    assert same(fresh.state_dict(), weights(whole.out))
+    with pytest.raises(PliantError, match="only what a run changed"):
+        train(Options(**{**TINY, "model": "run/last.safetensors"}))
+
+
+def test_memory_is_measured_where_asked() -> None:
+    result = train(Options(**{**TINY, "epochs": 1}, recipe="full", out="run", measure_memory=True))
+    head = train(Options(**{**TINY, "epochs": 1}, recipe="head", out="head", measure_memory=True))
+    assert result.memory_bytes is not None and head.memory_bytes is not None and 0 < head.memory_bytes < result.memory_bytes
+
+
+# ---------------------------------------------------------------- stopped, killed, resumed
+
+
+def command(*flags: str, killed_at: int = 0) -> dict[str, Any] | None:
+    """`pliant train` in a process of its own, as each run of a user is; None if it was killed."""
+    process = [sys.executable, "-c", "from pliant.cli import main; main()", "train", *flags, "--json"]
+    environment = {**os.environ, "TINY_KILLED_AT": str(killed_at), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(process, env=environment, capture_output=True, text=True)
+    assert done.returncode == (-signal.SIGKILL if killed_at else 0), done.stderr
+    return None if killed_at else json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("recipe", "macs"), [("full", None), ("pliant", "0.8")])
+def test_a_run_that_is_killed_in_mid_epoch_resumes_to_the_same_weights(recipe: str, macs: str | None) -> None:
+    flags = [*FLAGS, "--recipe", recipe, *(["--macs", macs] if macs else [])]
+    whole = command(*flags, "--out", "whole")
+    # The forward passes of a run end with evaluations and steps: counted backwards, this is amid the last epoch.
+    counted: list[int] = []
+    tiny.on_forward(counted.append)
+    train(Options(**TINY, recipe=recipe, macs=macs, out="counted"))
+    tiny.on_forward(None)
+    command(*flags, "--out", "cut", killed_at=len(counted) - 4)
+    resumed = command("--resume", "--out", "cut")
+    for name in ("last.safetensors", "best.safetensors"):
+        assert Path("cut", name).read_bytes() == Path("whole", name).read_bytes()
+    assert whole is not None and resumed is not None
+    ends = [[(e["step"], e["accuracy"], e["loss"]) for e in one["evaluations"]] for one in (resumed, whole)]
+    assert ends[0] == ends[1]
+    at = next(line["step"] for line in runlog.read("cut/run.jsonl") if line["event"] == "resume")
+    assert 0 < at < 21
+
+
+def test_where_seconds_were_measured_they_are_taken_over() -> None:
+    """Two that go on from the same cut choose and end alike, though each would measure otherwise."""
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(Options(**TINY, recipe="pliant", time="1.0", out="a"), at_step(8, power_cut))
+    shutil.copytree("a", "b")
+    for out in "ab":
+        train(Options.of_run(out))
+    assert same(weights("a"), weights("b"))
+    rounds = [[line["units"] for line in runlog.read(f"{out}/run.jsonl") if line["event"] == "round"] for out in "ab"]
+    assert rounds[0] == rounds[1]
+
+
+def test_a_cut_before_the_first_save_resumes_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(Options(**TINY, recipe="full", out="whole"))
+    (place := Path("cut")).mkdir()
+    saved = {name: value for name, value in vars(Options(**TINY, recipe="full")).items() if name not in ("out", "resume")}
+    (place / "run.json").write_text(json.dumps({"format": "pliant.run/1", "options": saved}))  # all that was written
+    assert train(Options.of_run("cut")).accuracy == whole.accuracy
+    assert same(weights("cut"), weights("whole"))
+
+
+def test_ctrl_c_saves_after_the_step_and_exits_130() -> None:
+    train(Options(**TINY, recipe="full", out="whole"))
+    tiny.on_forward(lambda n: signal.raise_signal(signal.SIGINT) if n == 25 else None)  # amid a forward pass
+    shown = run(cli.app, ["train", *FLAGS, "--recipe", "full", "--out", "cut"])
+    assert shown.exit_code == 130 and "--resume" in shown.output, shown.output
+    tiny.on_forward(None)
+    shown = run(cli.app, ["train", "--resume", "--out", "cut"])
+    assert shown.exit_code == 0 and "resumed at step" in shown.output, shown.output
+    assert same(weights("cut"), weights("whole"))
+
+
+def test_ctrl_c_before_the_first_step_does_not_wait_and_leaves_nothing() -> None:
+    tiny.on_forward(lambda n: signal.raise_signal(signal.SIGINT) if n == 4 else None)
+    with pytest.raises(KeyboardInterrupt):
+        train(Options(**TINY, recipe="full", out="run"))
+    assert not Path("run").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_run_that_is_over_resumes_to_its_result() -> None:
+    first = train(Options(**TINY, recipe="full", out="run"))
+    before = weights("run")
+    again = train(Options.of_run("run"))
+    assert again.evaluations == first.evaluations and again.seconds == pytest.approx(first.seconds, abs=0.5)
+    assert same(weights("run"), before)
+
+
+def test_a_torn_log_is_no_obstacle() -> None:
+    train(Options(**TINY, recipe="full", out="whole"))
+    with pytest.raises(RuntimeError):
+        train(Options(**TINY, recipe="full", out="cut"), at_step(9, power_cut))
+    log = Path("cut/run.jsonl")
+    log.write_bytes(log.read_bytes()[:-20])
+    train(Options.of_run("cut"))
+    assert same(weights("cut"), weights("whole"))
+    assert list(runlog.read(log))[-1]["event"] == "end"
+
+
+def test_a_state_that_is_not_whole_is_told() -> None:
+    train(Options(**TINY, recipe="full", out="run"))
+    state = Path("run/state.pt")
+    state.write_bytes(state.read_bytes()[:200])
+    with pytest.raises(PliantError, match="cannot be resumed"):
+        train(Options.of_run("run"))
+
+
+# ---------------------------------------------------------------- worse than before
+
+
+def test_what_training_made_worse_is_rolled_back() -> None:
+    first = train(Options(**TINY, recipe="full", out="good", lr=0.1))
+    assert first.accuracy > 0.8
+    bad = {**TINY, "model": "good/last.safetensors", "epochs": 1, "lr": 80.0, "scratch": False, "recipe": "full"}
+    shown = run(cli.app, ["train", *[f"--{k}={v}" if v is not True else f"--{k}" for k, v in bad.items() if v], "--out=bad"])
+    assert shown.exit_code == 0 and "made it worse" in shown.output and "rolled back" in shown.output, shown.output
+    assert same(weights("bad"), weights("good")) and same(weights("bad", "best"), weights("good"))
+    kept = train(Options(**bad, out="kept", keep_anyway=True))
+    assert not kept.rolled_back and kept.accuracy < first.accuracy and not same(weights("kept"), weights("good"))
+
+
+def test_a_loss_that_is_no_number_is_worse_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = iter([(0.25, 1.4), (0.9, float("nan")), (0.9, float("inf")), (0.9, float("nan"))])
+    monkeypatch.setattr("pliant.train.run.task.judge", lambda model, split: next(judged))
+    result = train(Options(**TINY, recipe="full", out="run"))
+    assert result.rolled_back and result.best.step == 0 and result.accuracy == 0.25
+    assert [one["loss"] for one in json.loads(json.dumps(result.to_json(), allow_nan=False))["evaluations"]] == [
+        1.4,
+        None,
+        None,
+        None,
+    ]
+
+
+# ---------------------------------------------------------------- folders and disks
+
+
+def test_two_runs_into_one_folder_are_refused() -> None:
+    train(Options(**TINY, recipe="head", out="run"))
+    before = weights("run")
+    shown = run(cli.app, ["train", *FLAGS, "--recipe", "full", "--out", "run"])
+    assert shown.exit_code == 1 and "holds a run already" in shown.output and "--resume" in shown.output
+    with folder.locked(Path("run")), pytest.raises(PliantError, match="another process is at work"):
+        train(Options.of_run("run"))
+    assert same(weights("run"), before)
+
+
+def test_a_folder_of_other_things_is_left_alone() -> None:
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("")
+    with pytest.raises(PliantError, match=r"not empty .*thesis"):
+        train(Options(**TINY, recipe="head", out="mine"))
+    assert [entry.name for entry in Path("mine").iterdir() if entry.name != ".lock"] == ["thesis.txt"]
+
+
+def test_what_cannot_be_written_is_told() -> None:
+    Path("file").write_text("")
+    shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--out", "file/run"])
+    assert shown.exit_code == 1 and "cannot write into" in shown.output
+
+
+def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(Options(**TINY, recipe="full", out="whole"))
+    saves, real = 0, os.fsync
+
+    def fsync(number: int) -> None:
+        nonlocal saves
+        saves += 1
+        if saves > 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(number)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    shown = run(cli.app, ["train", *FLAGS, "--recipe", "full", "--out", "cut"])
+    assert shown.exit_code == 1 and "No space left" in shown.output and "--resume" in shown.output
+    monkeypatch.setattr(os, "fsync", real)
+    assert not list(Path("cut").glob("*.tmp")) and not list(Path("cut").glob(".*.tmp"))
+    train(Options.of_run("cut"))
+    assert same(weights("cut"), weights("whole"))
+
+
+def test_resuming_needs_a_run_and_the_same_options() -> None:
+    shown = run(cli.app, ["train", "--resume"])
+    assert shown.exit_code == 1 and "which run" in shown.output
+    shown = run(cli.app, ["train", "--resume", "--out", "nowhere"])
+    assert shown.exit_code == 1 and "no run in" in shown.output and not Path("nowhere").exists()
+    train(Options(**TINY, recipe="head", out="run"))
+    shown = run(cli.app, ["train", "--resume", "--out", "run", "--recipe", "full"])
+    assert shown.exit_code == 1 and "recipe='head'" in " ".join(shown.output.split())
+    Path("run/run.json").write_text("{}")
+    shown = run(cli.app, ["train", "--resume", "--out", "run"])
+    assert shown.exit_code == 1 and "not what a run" in shown.output
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--recipe", "plaint"], "Did you mean 'pliant'?"),
+        (["--model", "efficientnet_lite"], "Did you mean 'efficientnet_lite0'?"),
+        (["--model", "tiny_net:nett"], "Did you mean 'net'?"),
+        (["--model", "tiny_nett:net"], "no module 'tiny_nett'"),
+        (["--model", "tiny_net:not_a_model"], "not a torch.nn.Module"),
+        (["--model", "tiny_net:ten"], "4 classes need"),
+        (["--model", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--model", "timm:resnet18"], "timm"),
+        (["--data", "digit"], "Did you mean 'digits'?"),
+        (["--data", "nowhere.npz"], "no file 'nowhere.npz'"),
+        (["--device", "gpu"], "no device"),
+        (["--engine", "fast"], "engine='fast'"),
+        (["--time", "12parsec"], "not an amount"),
+        (["--recipe", "last", "--memory", "4MB"], "keeps no memory budget"),
+        (["--recipe", "only"], "needs some"),
+        (["--recipe", "only:head.*"], "no unit matches 'head.*'"),
+        (["--batch", "1000"], "more than the"),
+        (["--lr", "-1"], "learning rate"),
+        (["--log-to", "paper"], "tensorboard"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_told_in_a_line_and_leaves_nothing(flags: list[str], said: str) -> None:
+    shown = run(cli.app, ["train", *FLAGS, "--out", "run", *flags])
+    assert shown.exit_code == 1 and said in " ".join(shown.output.split()), shown.output
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--batch", "many"], ["--nonsense"], ["--size", "2"]])
+def test_wrong_usage_exits_with_2(flags: list[str]) -> None:
+    assert run(cli.app, ["train", *flags]).exit_code == 2
+
+
+def test_a_budget_below_the_floor_names_it_and_leaves_nothing() -> None:
+    with pytest.raises(BudgetError, match="below the floor"):
+        train(Options(**TINY, recipe="pliant", macs="0.001", out="run"))
+    assert not Path("run").exists()
+
+
+def test_folders_of_images_are_read_and_what_is_wrong_with_them_is_told() -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for name, grey in (("dark", 20), ("light", 220)):
+        Path("photos", name).mkdir(parents=True)
+        for i in range(12):
+            pillow.new("L", (9, 7), grey + i).save(Path("photos", name, f"{i}.png"))
+    flags = ["train", *FLAGS, "--data", "photos", "--batch", "4", "--recipe", "head"]
+    assert run(cli.app, [*flags, "--out", "run"]).exit_code == 0
+    Path("photos/light/3.png").write_bytes(b"not an image")
+    shown = run(cli.app, [*flags, "--out", "corrupt"])
+    assert shown.exit_code == 1 and "cannot be read" in " ".join(shown.output.split())
+    Path("photos/empty").mkdir()
+    shown = run(cli.app, [*flags, "--out", "empty"])
+    assert shown.exit_code == 1 and "'empty' is empty" in " ".join(shown.output.split())
+    shown = run(cli.app, ["train", *FLAGS, "--data", "missing"])
+    assert shown.exit_code == 1 and "no data 'missing'" in " ".join(shown.output.split())
+
+
+# ---------------------------------------------------------------- options in a file, displays, other logs
+
+
+def test_options_may_stand_in_a_file_and_the_command_line_wins() -> None:
+    toml = "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**TINY, "recipe": "full", "evaluate-every": 9}.items())
+    Path("options.toml").write_text(toml)
+    shown = run(cli.app, ["train", "--config", "options.toml", "--recipe", "head", "--out", "run", "--json"])
+    assert shown.exit_code == 0, shown.output
+    options = json.loads(shown.stdout)["options"]
+    assert options["recipe"] == "head" and options["evaluate_every"] == 9 and options["batch"] == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("reciepe = 'full'", "Did you mean 'recipe'?"),
+        ("recipe = ", "cannot be read as TOML"),
+        ("lr = 'fast'", "lr='fast' should be a number"),
+        ("exact = 1", "true or false"),
+        ("recipe = 3", "should be text"),
+    ],
+)
+def test_a_bad_file_of_options_is_told(text: str, said: str) -> None:
+    Path("options.toml").write_text(text)
+    shown = run(cli.app, ["train", "--config", "options.toml", "--out", "run"])
+    assert shown.exit_code == 1 and said in " ".join(shown.output.split()), shown.output
+
+
+def test_lines_tell_of_evaluations_where_there_is_no_terminal() -> None:
+    shown = run(cli.app, ["train", *FLAGS, "--recipe", "pliant", "--macs", "0.9", "--out", "run"])
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("step 0/21 · epoch 1/3 · accuracy before training")
+    assert [line.split(" · ")[0] for line in lines[1:4]] == ["step 7/21", "step 14/21", "step 21/21"]
+    assert "macs asked 0.90, chosen 0." in lines[3] and "of 3 units" in lines[3]
+
+
+def test_a_terminal_shows_a_panel() -> None:
+    console = Console(force_terminal=True, width=70, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file, live.shown(console) as watch:
+        train(Options(**TINY, recipe="head", out="run"), watch)
+    text = console.export_text()
+    assert "epoch 3/3" in text and "step 21/21" in text and "best" in text and "········██" not in text
+    assert "input to output" in text and "█" in text
+
+
+def test_tensorboard_is_written_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[str, int]] = []
+
+    class Writer:
+        def __init__(self, path: str) -> None:
+            assert path == "run"
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, step))
+
+        def close(self) -> None:
+            written.append(("closed", -1))
+
+    module = type(sys)("torch.utils.tensorboard")
+    module.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    train(Options(**TINY, recipe="head", out="run", log_to="tensorboard"))
+    assert {("accuracy/validation", 7), ("loss/train", 3), ("step/units_trained", 21)} <= set(written)
+    assert written[-1] == ("closed", -1)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--out", "other", "--log-to", "tensorboard"])
+    assert shown.exit_code == 1 and "pliant[tensorboard]" in shown.output and not Path("other").exists()
+
+
+def test_help_has_an_example() -> None:
+    for command in ("train", "compare", "plan", "doctor", "profile"):
+        shown = run(cli.app, [command, "--help"])
+        assert shown.exit_code == 0 and f"Example: pliant {command}" in shown.output
