@@ -1,0 +1,282 @@
+"""Few images of a new task, one small network, inside 1 MB: what each method makes of them, from the same start.
+
+    python benchmarks/fewshot.py --data DIR --device cuda --jobs 12   # an hour and more on a GPU; resumable
+    python benchmarks/fewshot.py --data DIR --quick                   # one network, a small task, a few methods: minutes
+
+A task has 5–50 classes and a few images of each, drawn as Meta-Dataset does (`fewshot.Sampling`), from a domain that is not the
+source. Every method begins with the same weights: those of ImageNet, or those after practising tasks of the source (birds,
+`fewshot.meta_train`). Each takes the same number of steps of SGD, on the same changed copies of the support images, against
+prototypes of the support set; then query images are classified by the nearest prototype. Learning rates are tuned for each
+method, with the same trials, on tasks of the source. Methods:
+
+    none            nothing trains
+    full            every convolution
+    last layer      the convolution before the mean
+    bias            every bias: what TinyTL trains beside its side branches
+    sparse update   a fixed choice of layers and input channels, made once, on the source: MIT's scheme
+    lora            rank 4 beside every 1×1 convolution
+    random          channels by lot inside the budget of tinytrain
+    tinytrain       the paper's choice; exact: ours under the same budget; inputs: exact with slices of input channels
+    pliant          exact, by the update gain of `recipes.pliant` in place of Fisher information
+
+The last five keep inside 1 MB beyond inference and 0.15 of a full backward pass's MACs. Accuracies do not hang on how many
+images a pass holds (gradients gather over the whole support set), so runs use large ones. What one image at a time takes up
+is what `fewshot_costs.py` measures.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fewshot_methods as shared
+import packed
+import record
+import torch
+
+from pliant import fewshot, images
+
+RATES = (0.005, 0.02, 0.08)
+TUNING_TASKS = 4  # of the source
+MAIN = "mcunet"
+TASKS = {MAIN: 60}  # per domain; 30 for the others
+QUICK = ("none", "full", "tinytrain", "tinytrain, exact")
+PUBLISHED = {  # average accuracy over nine domains, with a start that differs between methods: arXiv 2307.09988, table 1
+    "mcunet": {"none": 44.5, "full": 66.9, "last layer": 54.6, "bias": 66.1, "sparse update": 64.3, "tinytrain": 69.3},
+    "mobilenet_v2_0.35": {"none": 51.7, "full": 62.7, "last layer": 58.1, "bias": 62.1, "sparse update": 64.0}
+    | {"tinytrain": 65.6},
+    "proxyless_0.3": {"none": 51.1, "full": 65.0, "last layer": 57.0, "bias": 63.7, "sparse update": 64.7, "tinytrain": 68.3},
+}
+
+
+def task_of(domain: str, number: int, setting: dict[str, Any]) -> fewshot.Episode:
+    sampling = fewshot.Sampling(ways=tuple(setting["ways"]), support=setting["support"])
+    name = shared.SOURCE if domain == "source" else shared.DOMAINS[domain]
+    return sampling.draw(shared.domain(name), seed=7 if domain == "source" else 0, number=number)
+
+
+def cell(
+    backbone: str, begin: str, domain: str, number: int, method: str, lr: float, setting: dict[str, Any]
+) -> dict[str, Any]:
+    """One task, one method: accuracy on the queries, and what was chosen."""
+    device = setting["device"]
+    net, scale = shared.start(backbone, None if begin == "imagenet" else meta_file(backbone, setting))
+    task = task_of(domain, number, setting)
+    support, begun = on(task.support, device), time.perf_counter()
+    net, policy = shared.ready(method, net.to(device), support)
+    adapted = fewshot.adapt(
+        net,
+        support,
+        policy=policy,
+        steps=setting["steps"] if policy is not None else 0,
+        lr=lr,
+        batch=setting["batch"],
+        query=on(task.query, device),
+        scale=scale,
+        engine="plain" if method == "full" else "auto",
+        seed=number,
+    )
+    if adapted.predictions is None:
+        raise SystemExit("no prediction was made.")
+    right = (adapted.predictions == task.query.labels.cpu()).float().mean()
+    return {
+        "backbone": backbone,
+        "start": begin,
+        "domain": domain,
+        "task": number,
+        "method": method,
+        "lr": lr,
+        "accuracy": float(right),
+        "ways": len(task.support.classes),
+        "support": len(task.support),
+        "chosen": None if adapted.selection is None else [unit.name for unit in adapted.selection.units],
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def on(some: images.ImageSet, device: str) -> images.ImageSet:
+    return replace(some, images=some.images.to(device), labels=some.labels.to(device))
+
+
+def meta_file(backbone: str, setting: dict[str, Any]) -> Path:
+    """Weights after practising on the source; made when they are first asked for."""
+    path = Path(setting["work"]) / f"{backbone}_after_{setting['episodes']}_episodes.safetensors"
+    if not path.exists():
+        net, _ = shared.start(backbone)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        source = on(shared.domain(shared.SOURCE), setting["device"])
+        fewshot.meta_train(net.to(setting["device"]), source, episodes=setting["episodes"], out=path, resume=True)
+    return path
+
+
+# ---------------------------------------------------------------- which cells
+
+
+def key(c: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(c[name] for name in ("backbone", "start", "domain", "task", "method", "lr"))
+
+
+def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """The cells that can run now: all tasks of methods whose rate is known, else those that tell it."""
+    out = []
+    for backbone in args.backbones:
+        for begin in args.starts:
+            for method in args.methods:
+                rate = best_rate(done, backbone, begin, method, args.rates)
+                if rate is None:
+                    tries = range(args.tuning)
+                    out += [(backbone, begin, "source", n, method, lr) for lr in args.rates for n in tries]
+                else:
+                    tasks = range(args.tasks or TASKS.get(backbone, 30))
+                    out += [(backbone, begin, domain, n, method, rate) for domain in args.domains for n in tasks]
+    known = {key(c) for c in done}
+    return [one for one in out if one not in known]
+
+
+def best_rate(done: list[dict[str, Any]], backbone: str, begin: str, method: str, rates: list[float]) -> float | None:
+    """The rate with the best mean on tasks of the source; None while it is not known."""
+    if method == "none" or len(rates) == 1:
+        return rates[0]
+    found: dict[float, list[float]] = {}
+    for c in done:
+        if (c["backbone"], c["start"], c["domain"], c["method"]) == (backbone, begin, "source", method):
+            found.setdefault(c["lr"], []).append(c["accuracy"])
+    if set(found) != set(rates) or len({len(tries) for tries in found.values()}) > 1:
+        return None
+    return max(found, key=lambda lr: statistics.mean(found[lr]))
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Markdown: mean accuracy and its 95 % interval by domain, and over all domains; beside it the paper's."""
+    lines: list[str] = []
+    cells = [c for c in cells if c["domain"] != "source"]
+    for backbone, begin in dict.fromkeys((c["backbone"], c["start"]) for c in cells):
+        mine = [c for c in cells if (c["backbone"], c["start"]) == (backbone, begin)]
+        domains = list(dict.fromkeys(c["domain"] for c in mine))
+        tasks = max(sum((c["domain"], c["method"]) == (d, mine[0]["method"]) for c in mine) for d in domains)
+        lines += [
+            f"### {backbone}, from {begin}, {tasks} tasks per domain",
+            "",
+            f"| method | {' | '.join(domains)} | all domains | the paper, other domains | lr | seconds per task |",
+            "|" + "---|" * (len(domains) + 5),
+        ]
+        for method in dict.fromkeys(c["method"] for c in mine):
+            runs = [c for c in mine if c["method"] == method]
+            by_domain = [[100 * c["accuracy"] for c in runs if c["domain"] == d] for d in domains]
+            row = [_interval(some) for some in by_domain]
+            paper = PUBLISHED[backbone].get(method, "")
+            lines.append(
+                f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {paper} | {runs[0]['lr']} "
+                f"| {statistics.mean(c['seconds'] for c in runs):.1f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _interval(values: list[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.1f}" if values else ""
+    return f"{statistics.mean(values):.1f} ± {1.96 * statistics.stdev(values) / math.sqrt(len(values)):.1f}"
+
+
+def _over_domains(by_domain: list[list[float]]) -> str:
+    """The mean over domains; its interval is that of the mean of their means."""
+    if min(map(len, by_domain)) < 2:
+        return f"{statistics.mean(statistics.mean(some) for some in by_domain if some):.1f}"
+    spread = math.sqrt(sum(statistics.variance(some) / len(some) for some in by_domain)) / len(by_domain)
+    return f"{statistics.mean(map(statistics.mean, by_domain)):.1f} ± {1.96 * spread:.1f}"
+
+
+# ---------------------------------------------------------------- main
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=None, help="folder with data and weights (or $PLIANT_DATA)")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run cells side by side")
+    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many")
+    parser.add_argument("--backbones", nargs="+", choices=list(shared.BACKBONES), default=list(shared.BACKBONES))
+    parser.add_argument("--starts", nargs="+", choices=["imagenet", "meta"], default=["imagenet", "meta"])
+    parser.add_argument("--domains", nargs="+", choices=list(shared.DOMAINS), default=list(shared.DOMAINS))
+    parser.add_argument("--methods", nargs="+", choices=list(shared.METHODS), default=list(shared.METHODS))
+    parser.add_argument("--tasks", type=int, default=None, help="per domain (60 for mcunet, 30 for the others)")
+    parser.add_argument("--tuning", type=int, default=TUNING_TASKS, help="tasks of the source per learning rate")
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=None, help="images in a pass (50, or 500 on a GPU)")
+    parser.add_argument("--ways", type=int, nargs=2, default=[5, 50])
+    parser.add_argument("--support", type=int, default=500, help="images to learn from, at most")
+    parser.add_argument("--episodes", type=int, default=400, help="of practising on the source")
+    parser.add_argument("--work", type=Path, default=None, help="where weights after practising are kept")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    shared.FOLDER[0] = packed.folder(args.data)
+    if args.quick:
+        args.backbones, args.starts, args.domains, args.methods = [MAIN], ["imagenet"], ["gtsrb"], list(QUICK)
+        args.tasks, args.rates, args.steps, args.ways, args.support = 1, [0.02], 5, [5, 5], 25
+    out = args.out or record.place("fewshot_quick" if args.quick else "fewshot", args.device)
+    setting = {name: getattr(args, name) for name in ("device", "steps", "ways", "support", "episodes")}
+    setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
+    part = out.with_name(f"{out.stem}.part{args.worker}.json") if args.worker is not None else out
+    here = {**setting, "work": str(args.work or out.parent / "weights")}
+    done = record.load(out, setting)
+    if args.worker is not None:
+        work(args, here, setting, part, done)
+        return
+    while todo := wanted(args, done):
+        print(f"{len(done)} cells are done, {len(todo)} can run now", flush=True)
+        for backbone in args.backbones if "meta" in args.starts else ():
+            meta_file(backbone, here)
+        workers = [subprocess.Popen([sys.executable, *sys.argv, "--worker", str(k)]) for k in range(args.jobs)]
+        codes = [worker.wait() for worker in workers]
+        before = len(done)
+        for k in range(args.jobs):
+            mine = out.with_name(f"{out.stem}.part{k}.json")
+            if mine.exists():
+                done += [c for c in json.loads(mine.read_text())["cells"] if key(c) not in {key(d) for d in done}]
+        record.save(out, setting, done, table(done))
+        for k in range(args.jobs):
+            for suffix in (".json", ".md"):
+                out.with_name(f"{out.stem}.part{k}{suffix}").unlink(missing_ok=True)
+        if any(codes) or len(done) == before or time.monotonic() - BEGUN > args.seconds:
+            break
+    print(table(done))
+
+
+BEGUN = time.monotonic()
+
+
+def work(
+    args: argparse.Namespace, here: dict[str, Any], setting: dict[str, Any], part: Path, done: list[dict[str, Any]]
+) -> None:
+    """Every n-th of the cells that can run now."""
+    mine: list[dict[str, Any]] = []
+    for one in wanted(args, done)[args.worker :: args.jobs]:
+        if time.monotonic() - BEGUN > args.seconds:
+            return
+        mine.append(cell(*one, here))
+        record.save(part, setting, mine, "")
+        print(f"{' '.join(map(str, one))}: {mine[-1]['accuracy']:.3f} in {mine[-1]['seconds']:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

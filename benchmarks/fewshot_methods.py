@@ -1,0 +1,154 @@
+"""What the benchmarks of few-shot adaptation compare: methods, networks, domains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import packed
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+from pliant import Budget, Policy, fewshot, images, models, plan, recipes, score, solve
+from pliant.apply import sandbox
+from pliant.fewshot.views import Views
+from pliant.graph import read
+
+BACKBONES = {
+    "mcunet": "weights/mcunet_5fps_int8.safetensors",
+    "mobilenet_v2_0.35": "weights/mbv2_w0.35_int8.safetensors",
+    "proxyless_0.3": "weights/proxyless_w0.3_int8.safetensors",
+}
+DOMAINS = {
+    "pets": "fewshot/pets_128.npz",
+    "gtsrb": "fewshot/gtsrb_64.npz",
+    "cifar10": "fewshot/cifar10_32.npz",
+    "omniglot": "fewshot/omniglot8_105.npz",
+}
+SOURCE = "fewshot/cub_128.npz"
+PIXELS = 128
+MEMORY, MACS = "1MB", 0.15
+
+# ---------------------------------------------------------------- methods
+
+
+def tinytrain(**how: Any) -> Policy:
+    return recipes.tinytrain(memory=MEMORY, macs=MACS, **how)
+
+
+def full() -> Policy:
+    return recipes.only("backbone.stem.*", "backbone.blocks.*")
+
+
+def last_layer(net: nn.Module) -> Policy:
+    last = [name for name, module in net.named_modules() if isinstance(module, nn.Conv2d)][-1]
+    return recipes.only(f"backbone.{last}.*")
+
+
+def chance() -> Policy:
+    return replace(tinytrain(), signal=score.random(), solver=solve.sample(), name="random")
+
+
+def channels_by_gain() -> Policy:
+    """`recipes.pliant` for so little memory that hardly a whole layer fits into it: its signal, with channels."""
+    return replace(tinytrain(exact=True), signal=recipes.pliant().signal, name="pliant")
+
+
+class LowRank(nn.Module):
+    """weight + up · down, beside the weight itself, which stays. Hu et al., 2021, arXiv 2106.09685."""
+
+    def __init__(self, weight: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, weight.shape[1], device=weight.device) / weight.shape[1] ** 0.5)
+        self.up = nn.Parameter(torch.zeros(weight.shape[0], rank, device=weight.device))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + (self.up @ self.down).view_as(weight)
+
+
+def with_low_rank(net: nn.Module, rank: int = 4) -> nn.Module:
+    net = copy.deepcopy(net)
+    for module in list(net.modules()):
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
+            parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
+    return net
+
+
+METHODS: dict[str, Callable[[nn.Module], Policy | None]] = {
+    "none": lambda net: None,
+    "full": lambda net: full(),
+    "last layer": last_layer,
+    "bias": lambda net: recipes.only("backbone.stem.bias", "backbone.blocks.*.bias"),
+    "sparse update": lambda net: sparse_update(net),
+    "lora": lambda net: recipes.only("backbone.*parametrizations.weight.0.*"),
+    "random": lambda net: chance(),
+    "tinytrain": lambda net: tinytrain(),
+    "tinytrain, exact": lambda net: tinytrain(exact=True),
+    "tinytrain, exact, inputs": lambda net: tinytrain(exact=True, axis="in"),
+    "pliant": lambda net: channels_by_gain(),
+}
+
+
+def sparse_update(net: nn.Module) -> Policy:
+    """What `tinytrain, exact, inputs` chooses for one task of the source, from then on whatever the task is."""
+    support = fewshot.Sampling(support=60).draw(domain(SOURCE), seed=1).support
+    return fixed(tinytrain(exact=True, axis="in"), net, support)
+
+
+def fixed(policy: Policy, net: nn.Module, support: images.ImageSet, pieces: int = 50) -> Policy:
+    """What a policy chooses for a support set when one image at a time is trained on, as a policy without a budget.
+
+    What is chosen is what a session with batches of one image chooses: its costs are those of one image. The values are those
+    of the whole support set, which do not hang on the pieces that it comes in, so that large ones can be taken.
+    """
+    model = fewshot.Prototypes(copy.deepcopy(net)).eval()
+    device = model.log_scale.device
+    model.log_scale.requires_grad_(False)
+    several = Views(support, pieces, net.norm, device=device)
+    model.fit_(((x, y) for x, y, _ in several), len(support.classes))
+    optimizer = torch.optim.SGD(model.backbone.parameters(), lr=0.02, momentum=0.9)
+    one = next(iter(Views(support, 1, net.norm, device=device)))
+    profile = policy.cost(model, optimizer, loss, one, norm="frozen").on("lean")
+    with sandbox(model):
+        graph = read(model, loss, one)
+    changed = Views(support, pieces, net.norm, fewshot.Augment(), device=device)
+    values = score.probe(policy.signal, model, optimizer, loss, one, policy.units(graph), seed=policy.seed, pieces=changed)
+    names = [unit.name.replace("[", "[[]", 1) for unit in plan(policy, profile, values).units]  # globs read brackets
+    return replace(policy, signal=score.nearness(), solver=solve.fixed(*names), budget=Budget())
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """As `fewshot.adapt` has it."""
+    x, y, share = batch
+    return share * F.cross_entropy(model(x), y)
+
+
+# ---------------------------------------------------------------- data and starts
+
+FOLDER = [Path()]  # where data and weights lie: `--data`
+
+
+@cache
+def domain(name: str) -> images.ImageSet:
+    """A set of images by its file; of one that has splits, all of it."""
+    return images.packed(packed.need(FOLDER[0] / name), PIXELS)
+
+
+def start(backbone: str, meta: Path | None = None) -> tuple[nn.Module, float]:
+    """The weights that every method begins with, and the scale of the cosines."""
+    path = meta or packed.need(FOLDER[0] / BACKBONES[backbone])
+    return models.load(str(path)), fewshot.scale_of(path)
+
+
+def ready(method: str, net: nn.Module, support: images.ImageSet) -> tuple[nn.Module, Policy | None]:
+    """The network that a method trains for a task, and what it trains of it."""
+    policy = METHODS[method](net)
+    if policy is not None and policy.budget != Budget():
+        policy = fixed(policy, net, support)
+    return with_low_rank(net) if method == "lora" else net, policy
