@@ -8,7 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from pliant import Part
 from pliant.engine import depthwise
+from pliant.engine.slices import Sliced, Slices
 
 KERNELS = (3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 3, 0), (1, 1, 0), (2, 2, 1)  # and stride and padding
 SIDES = (4, 4), (9, 12), (20, 17)
@@ -39,6 +41,30 @@ def test_differentiates_twice() -> None:
         seconds.append(torch.autograd.grad(first.square().sum(), (input, weight)))
     for one, other in zip(*seconds, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-2)
+
+
+def test_beside_slices_frozen_ones_pass_their_gradient_on_here() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 4, 1), torch.nn.Conv2d(4, 4, 3, padding=1, groups=4), torch.nn.Conv2d(4, 2, 1)
+    )
+    input, ends = torch.randn(2, 2, 6, 6), []
+    for slow in (False, True):
+        with patch.object(depthwise, "_SLOW_HERE", slow):
+            slices = Slices(dict(model.named_parameters()), [Part("0.weight", 0, (1, 2)), Part("1.weight", 0, (0, 3))])
+            model[1].bias.requires_grad_(False)
+            with Sliced(slices):
+                out = model(input)
+            out.square().mean().backward()
+            frozen = Slices(dict(model.named_parameters()), [Part("0.weight", 0, (1, 2))])
+            with Sliced(frozen):
+                middle = model[1](model[0](input))
+            assert (type(middle.grad_fn).__name__ == "_DepthwiseBackward") == slow
+            middle.square().mean().backward()
+            ends.append([*slices.grads().values(), *frozen.grads().values()])
+    assert len(ends[0]) == 3
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_serves_only_what_it_knows() -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from pliant.engine import depthwise
+
 
 class Index:
     """Positions along a dimension, sorted. One run of neighbours is seen without a copy."""
@@ -124,11 +126,15 @@ class Convolution(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
         d_input = d_weight = d_bias = d_weight_leaf = d_bias_leaf = None
-        wants = tuple(ctx.needs_input_grad[:3])
+        wants, at = tuple(ctx.needs_input_grad[:3]), ctx.at
+        if wants[0] and depthwise.is_slow(grad, weight, at.stride, at.padding, at.dilation, at.groups):
+            d_input = depthwise.of_input(grad, weight, at.stride, at.padding, ctx.input_shape)
+            wants = False, *wants[1:]
         if any(wants):
             data = kept if wants[1] else nothing(ctx.input_shape, grad.dtype, grad.device)
             kernel = _in_layout_of(grad, weight) if wants[0] else nothing(ctx.weight_shape, grad.dtype, grad.device)
-            d_input, d_weight, d_bias = _backward(grad, data, kernel, ctx.at, ctx.at.groups, wants)
+            others = _backward(grad, data, kernel, at, at.groups, wants)
+            d_input, d_weight, d_bias = d_input if d_input is not None else others[0], *others[1:]
         if ctx.plan is not None:
             plan: Plan = ctx.plan
             d_weight_leaf = _of_weight(plan.of(grad, 1), kept, plan, ctx.at)

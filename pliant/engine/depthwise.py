@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pliant.engine.channels import nothing
-
 _SMALL, _TINY = 256, 16  # positions: what is faster here for maps of up to so many
 _SLOW_HERE = platform.machine() in ("aarch64", "arm64")
 
@@ -22,13 +20,29 @@ _SLOW_HERE = platform.machine() in ("aarch64", "arm64")
 def serves(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> bool:
-    """Whether a call of `torch.conv2d` is better made here: a depthwise one that trains, in float32 on an ARM processor."""
+    """Whether a call of `torch.conv2d` is better made here: one that is slow, and trains as a whole (not a slice of it)."""
+    trains = weight.requires_grad and (bias is None or bias.requires_grad)
+    return trains and passes_on(input, weight, bias, stride, padding, dilation, groups)
+
+
+def passes_on(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> bool:
+    """The same for a call of which nothing trains in slices: it is enough that gradients go through it."""
+    return (
+        is_slow(input, weight, stride, padding, dilation, groups)
+        and (input.requires_grad or weight.requires_grad)
+        and not torch.is_autocast_enabled("cpu")
+        and torch.is_grad_enabled()
+    )
+
+
+def is_slow(input: Any, weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
+    """Whether PyTorch's gradients are slow here: a depthwise convolution in float32 on an ARM processor."""
     return (
         _SLOW_HERE
         and groups > 1
         and groups == weight.shape[0] == input.shape[1]
-        and weight.requires_grad
-        and (bias is None or bias.requires_grad)
         and _one(stride) is not None
         and _one(padding) is not None
         and _one(dilation) == 1
@@ -36,8 +50,6 @@ def serves(
         and weight.shape[2] == weight.shape[3] > _one(padding)
         and input.device.type == "cpu"
         and input.dtype == weight.dtype == torch.float32
-        and not torch.is_autocast_enabled("cpu")
-        and torch.is_grad_enabled()
     )
 
 
@@ -67,7 +79,7 @@ class _Depthwise(torch.autograd.Function):
         stride, padding, size, shape = ctx.settings
         d_input = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            d_input = _of_input(grad, weight, stride, padding, shape)
+            d_input = of_input(grad, weight, stride, padding, shape)
         if ctx.needs_input_grad[1]:
             d_weight = _of_weight(grad, input, stride, padding, size)
         if ctx.needs_input_grad[2]:
@@ -75,10 +87,11 @@ class _Depthwise(torch.autograd.Function):
         return d_input, d_weight, d_bias, None, None
 
 
-def _of_input(grad: torch.Tensor, weight: torch.Tensor, stride: int, padding: int, shape: torch.Size) -> torch.Tensor:
-    groups, size = weight.shape[0], weight.shape[-1]
+def of_input(grad: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, shape: torch.Size) -> torch.Tensor:
+    """The gradient of an input of this shape."""
+    groups, size, stride, padding = weight.shape[0], weight.shape[-1], _one(stride), _one(padding)
     if stride > 1 and shape[2:].numel() > _SMALL:
-        like = nothing(shape, grad.dtype, grad.device)
+        like = grad.new_zeros(()).expand(shape)  # its values are not read
         at = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups
         return torch.ops.aten.convolution_backward(grad, like, weight, None, *at, [True, False, False])[0]
     if stride > 1:  # as if it had been 1: where there was no output, it has no gradient

@@ -19,6 +19,7 @@ from torch import nn, optim
 from torch.overrides import TorchFunctionMode
 
 from pliant.apply import ELEMENTWISE
+from pliant.engine import depthwise
 from pliant.engine.channels import Convolution, Index, Linear, Plan, Settings, as_autocast, spread
 from pliant.types import Part
 
@@ -89,14 +90,16 @@ class Slices:
     # ------------------------------------------------------------ forward
 
     def call(self, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> torch.Tensor | None:
-        """The result of a torch function that uses a sliced parameter; None where it uses none, or no gradient is wanted.
+        """The result of a torch function that uses a sliced parameter, or of a depthwise convolution whose gradients are slow
+        elsewhere; None for all others, and where no gradient is wanted.
 
         A function that has no sliced gradient is refused: the parameter would silently stay as it is.
         """
         kwargs = kwargs or {}
         used = self._used((*args, *kwargs.values()))
         if used is None or not torch.is_grad_enabled():
-            return None
+            others = func is torch.conv2d and not kwargs and depthwise.passes_on(*args)
+            return depthwise.convolve(*args) if others else None
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func in (torch.conv1d, torch.conv2d, torch.conv3d):
