@@ -48,7 +48,7 @@ import torch
 
 from pliant import fewshot, images
 
-RATES = (0.005, 0.02, 0.08)
+RATES = (0.001, 0.004, 0.016)
 TUNING_TASKS = 4  # of the source
 MAIN = "mcunet"
 TASKS = {MAIN: 60}  # per domain; 30 for the others
