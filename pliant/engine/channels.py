@@ -127,7 +127,8 @@ class Convolution(torch.autograd.Function):
         kept, weight = ctx.saved_tensors
         d_input = d_weight = d_bias = d_weight_leaf = d_bias_leaf = None
         wants, at = tuple(ctx.needs_input_grad[:3]), ctx.at
-        if wants[0] and depthwise.is_slow(grad, weight, at.stride, at.padding, at.dilation, at.groups):
+        slow = wants[0] and depthwise.is_slow(grad, weight, at.stride, at.padding, at.dilation, at.groups)
+        if slow and max(at.stride) == 1:  # else it would take more MACs than a budget of them knows of
             d_input = depthwise.of_input(grad, weight, at.stride, at.padding, ctx.input_shape)
             wants = False, *wants[1:]
         if any(wants):
