@@ -117,7 +117,9 @@ def meta_file(backbone: str, setting: dict[str, Any]) -> Path:
         net, _ = shared.start(backbone)
         path.parent.mkdir(parents=True, exist_ok=True)
         source = on(shared.domain(shared.SOURCE), setting["device"])
-        fewshot.meta_train(net.to(setting["device"]), source, episodes=setting["episodes"], out=path, resume=True)
+        fewshot.meta_train(
+            net.to(setting["device"]), source, episodes=setting["episodes"], out=path, resume=Path(f"{path}.state").exists()
+        )
     return path
 
 

@@ -45,7 +45,7 @@ Limit = Amount | Callable[[Progress], Amount] | None
 
 _UNITS = {
     "time": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0},
-    "memory": {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
+    "memory": {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
     "macs": {"MAC": 1.0, "KMAC": 1e3, "MMAC": 1e6, "GMAC": 1e9, "TMAC": 1e12},
     "energy": {"J": 1.0, "mJ": 1e-3, "kJ": 1e3},
 }

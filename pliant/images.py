@@ -82,16 +82,17 @@ class ImageSet:
         mean, std = (torch.as_tensor(part, dtype=torch.float32, device=self.images.device).reshape(-1, 1, 1) for part in norm)
         return replace(self, images=(self.images.float() / 255 - mean) / std)
 
-    def splits(self, validation: float = 0.2, seed: int = 0) -> Splits:
+    def splits(self, validation: float = 0.2, seed: int = 0, *, test: bool = True) -> Splits:
         """Three splits, with images as they are here: `normalised` comes first where a network is to see them.
 
         What the set says stands. Where it names no validation images, that share of every class is cut from those to train on,
-        by lot; where it names no test images, as much again. A class keeps at least one image to train on.
+        by lot; where it names no test images, as much again (not with `test=False`). A class keeps at least one image to train
+        on.
         """
         if not 0 < validation < 0.5:
             raise ImageError(f"validation={validation}: the share of every class to set aside, more than 0 and below 0.5.")
         split = torch.zeros(len(self), dtype=torch.uint8) if self.split is None else self.split.cpu().clone()
-        missing = [kind for kind in (VALIDATION, TEST) if not bool((split == kind).any())]
+        missing = [kind for kind in (VALIDATION, *([TEST] if test else [])) if not bool((split == kind).any())]
         generator = torch.Generator().manual_seed(seed)
         labels = self.labels.cpu()
         for label in range(len(self.classes)):

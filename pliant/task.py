@@ -66,8 +66,10 @@ def load(model: str, source: str, *, size: int, seed: int, device: str, scratch:
         net = _model(model, len(classes), scratch)
     else:
         found = _images(source, size)
+        if len(found.classes) < 2:
+            raise TaskError(f"{source!r} has one class, {found.classes[0]!r}: there is nothing to tell apart. Add another.")
         net = _model(model, len(found.classes), scratch)
-        splits = found.normalised(_norm(net)).splits(validation, seed)
+        splits = found.normalised(_norm(net)).splits(validation, seed, test=False)
         train, judged, classes = splits.train, splits.validation, found.classes
     for what, split in (("to train on", train), ("to validate with", judged)):
         if not len(split):

@@ -247,7 +247,7 @@ def test_practising_makes_tasks_easier() -> None:
 
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.fewshot.meta._SAVE_EVERY", 2)
+    monkeypatch.setattr("pliant.fewshot.meta._SAVE_SECONDS", 0.0)
     how: dict[str, Any] = {"episodes": 5, "lr": 0.05, "sampling": Sampling(ways=(3, 4), support=8, query=2)}
     source, whole, out = bars(4, 6), backbone(), tmp_path / "net.safetensors"
     meta_train(whole, source, out=tmp_path / "whole.safetensors", **how)
@@ -271,7 +271,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, mo
 
 
 def test_another_runs_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.fewshot.meta._SAVE_EVERY", 1)
+    monkeypatch.setattr("pliant.fewshot.meta._SAVE_SECONDS", 0.0)
     source, out, sampling = bars(4, 6), tmp_path / "net.safetensors", Sampling(ways=(3, 4), support=8, query=2)
 
     def stop(*_: float) -> None:
@@ -359,10 +359,15 @@ def test_pliant_adapt_says_what_else_is_wrong(tmp_path: Path, net: str) -> None:
 
 def test_pliant_meta_train_and_the_help_of_both(tmp_path: Path, net: str) -> None:
     source, out = written(tmp_path / "source", bars(6, 4)), tmp_path / "practised.safetensors"
-    options = ["--backbone", net, "--size", "32", "--episodes", "2", "--support", "20", "--out", str(out), "--resume"]
+    options = ["--backbone", net, "--size", "32", "--episodes", "2", "--support", "20", "--out", str(out)]
+    shown = run(cli.app, ["meta-train", str(source), *options, "--resume"])
+    assert shown.exit_code == 1 and "no run to go on with" in " ".join(shown.output.split()) and not out.exists()
     shown = run(cli.app, ["meta-train", str(source), *options])
     assert shown.exit_code == 0, shown.output
     assert "tasks, scale" in " ".join(shown.output.split()) and isinstance(models.load(str(out)), FoldedNet)
+    shown = run(cli.app, ["meta-train", str(source), *options])
+    assert shown.exit_code == 1 and "is there already" in " ".join(shown.output.split())
+    out.unlink()
     shown = run(cli.app, ["meta-train", str(tmp_path / "nowhere"), *options])
     assert shown.exit_code == 1 and "not there" in " ".join(shown.output.split())
     for command in ("adapt", "meta-train"):

@@ -413,8 +413,10 @@ def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 1 and "no run.jsonl" in " ".join(shown.output.split())
     assert run_cli(cli.app, ["report"]).exit_code == 2
     assert run_cli(cli.app, ["report", str(folder), "--format", "pdf"]).exit_code == 2
-    shown = run_cli(cli.app, ["report", str(folder), "--out", str(tmp_path / "no" / "folder.html")])
-    assert shown.exit_code == 1 and "No such file" in shown.output
+    made = tmp_path / "new" / "folder.html"
+    assert run_cli(cli.app, ["report", str(folder), "--out", str(made)]).exit_code == 0 and made.exists()
+    shown = run_cli(cli.app, ["report", str(folder), "--out", str(made / "in a file.html")])
+    assert shown.exit_code == 1 and "folder.html" in "".join(shown.output.split("\n"))
     assert "Example: pliant report" in run_cli(cli.app, ["report", "--help"]).output
 
 
@@ -440,3 +442,13 @@ def test_what_a_notebook_shows_is_escaped_and_short() -> None:
     html = Selection(many, Cost(), {}, 0.0, values={unit.name: 1.0 for unit in many})._repr_html_()
     assert "<script>" not in html and "… and 30 more" in html and not Reader(html).open
     assert "<script>" not in replace(chain_profile([1.0], [1.0]), origin={"device": BAD})._repr_html_()
+
+
+def test_a_run_that_has_not_chosen_yet_is_one_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    log.write_text('{"event": "evaluated", "step": 0, "accuracy": 0.1, "loss": 2.3}\n{"event": "start", "units"')
+    shown = run_cli(cli.app, ["report", str(tmp_path)])
+    assert shown.exit_code == 1 and "told too little yet" in " ".join(shown.output.split())
+    log.write_bytes(b"PK\x03\x04\x80\x81\n")
+    shown = run_cli(cli.app, ["report", str(tmp_path)])
+    assert shown.exit_code == 1 and "holds no text" in " ".join(shown.output.split())

@@ -21,12 +21,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from pliant import BudgetError, PliantError, cli, folder, models, runlog
+from pliant import BudgetError, PliantError, cli, folder, models, runlog, task
 from pliant.cli import live
 from pliant.train import Moment, Options, train
 
 TINY: dict[str, Any] = {"model": tiny.MODEL, "data": tiny.DATA, "size": 8, "batch": 8, "epochs": 3, "device": "cpu"}
-TINY |= {"exact": True, "scratch": True}
+TINY |= {"exact": True, "scratch": True, "validation": 0.4}
 FLAGS = [f"--{k}={v}" if v is not True else f"--{k}" for k, v in TINY.items()]
 run = CliRunner().invoke
 
@@ -157,6 +157,25 @@ def test_a_run_that_is_killed_in_mid_epoch_resumes_to_the_same_weights(recipe: s
     assert ends[0] == ends[1]
     at = next(line["step"] for line in runlog.read("cut/run.jsonl") if line["event"] == "resume")
     assert 0 < at < 21
+
+
+def test_ctrl_c_before_the_first_step_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measuring(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pliant.session.Session.fit", measuring)
+    shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--out", "run"])
+    assert shown.exit_code == 130 and "stopped at once" in shown.output and "is saved" not in shown.output
+
+
+def test_what_cannot_run_here_is_said(tmp_path: Path) -> None:
+    shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--engine", "prefix+graphs", "--out", "run"])
+    assert shown.exit_code == 1 and "captured on CUDA" in " ".join(shown.output.split())
+
+
+def test_images_that_are_not_validated_with_are_trained_on() -> None:
+    found = task.load(tiny.MODEL, tiny.DATA, size=8, seed=0, device="cpu", scratch=True, validation=0.25)
+    assert (len(found.train), len(found.validation)) == (72, 24)
 
 
 def test_where_seconds_were_measured_they_are_taken_over() -> None:

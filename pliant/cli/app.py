@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -34,14 +34,17 @@ def options(
 
 
 @contextmanager
-def told(console: Console, *also: type[Exception], stopped: str = "stopped.") -> Iterator[None]:
-    """Errors that a user can do something about end the command with one line and 1; Ctrl-C ends it with 130."""
-    kinds: tuple[type[Exception], ...] = (pliant.PliantError, ImportError, *also)
+def told(
+    console: Console, *also: type[Exception], stopped: str | Callable[[KeyboardInterrupt], str] = "stopped."
+) -> Iterator[None]:
+    """Errors that a user can do something about end the command with one line and 1; Ctrl-C ends it with 130 and what is
+    said of it."""
+    kinds: tuple[type[Exception], ...] = (pliant.PliantError, ImportError, OSError, *also)
     try:
         yield
     except kinds as error:
         console.print(f"pliant: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as stop:
-        console.print(stopped, markup=False)
+        console.print(stopped if isinstance(stopped, str) else stopped(stop), markup=False, highlight=False)
         raise typer.Exit(130) from stop

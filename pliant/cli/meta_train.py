@@ -38,8 +38,15 @@ def meta_train(
 
     from pliant import fewshot, images, models
 
-    console = Console()
-    with told(console, ValueError, RuntimeError, stopped="stopped: go on with --resume."):
+    console, state = Console(), Path(f"{out}.state")
+
+    def stopped(_: KeyboardInterrupt) -> str:
+        return "stopped: go on with --resume." if state.exists() else "stopped: nothing was practised yet."
+
+    with told(console, ValueError, RuntimeError, stopped=stopped):
+        if out.exists() or (state.exists() and not resume):
+            there, what = (out, "choose another --out") if out.exists() else (state, "go on with --resume")
+            raise ValueError(f"{str(there)!r} is there already, from another run: {what}, or remove it.")
         torch.manual_seed(seed)  # random weights
         net = models.load(backbone, pretrained=backbone in models.BUILT_IN and not scratch).to(device)
         found = images.load(source, size)
@@ -47,11 +54,12 @@ def meta_train(
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         with Progress(TextColumn("practising"), *columns, TextColumn("{task.fields[note]}"), console=console) as progress:
             task = progress.add_task("practising", total=episodes, note="")
-            recent = [0.0, 0.0]
+            recent: list[float] = []
 
             def tell(number: int, loss: float, hits: float) -> None:
-                for place, new in enumerate((loss, hits)):
-                    recent[place] = new if not recent[0] else 0.95 * recent[place] + 0.05 * new
+                recent[:] = (
+                    [0.95 * old + 0.05 * new for old, new in zip(recent, (loss, hits), strict=True)] if recent else [loss, hits]
+                )
                 progress.update(task, completed=number + 1, note=f"loss {recent[0]:.3f}, accuracy {recent[1]:.1%}")
 
             done = fewshot.meta_train(

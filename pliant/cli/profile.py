@@ -44,12 +44,14 @@ def profile(
     torch.set_num_threads(threads)
     with told(console, ValueError, RuntimeError):
         net = load(model).to(device)
+        if shape and not all(n.isdecimal() for n in shape.split("x")):
+            raise ValueError(f"--shape {shape!r} is no shape: write whole numbers with an x between them, like 3x128x128.")
         inputs = tuple(int(n) for n in shape.split("x")) if shape else (3, size, size)
         x = torch.randint(ids, (batch, *inputs), device=device) if ids else torch.randn(batch, *inputs, device=device)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
         found = survey(net, optimizer, lambda m, b: m(b).float().square().mean(), x, units.tensors() if tensors else None)
-    if svg is not None:
-        pliant.types.write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
+        if svg is not None:
+            pliant.types.write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return

@@ -108,14 +108,20 @@ def train(
 
     Example: pliant train --data digits --time 0.4 --epochs 2 --out runs/first
 
-    Exit codes: 0 done, 1 told why not, 2 wrong usage, 130 stopped by Ctrl-C with everything saved.
+    Exit codes: 0 done, 1 told why not, 2 wrong usage, 130 stopped by Ctrl-C (after a step, with everything saved).
     """
     given = {name: value for name, value in locals().items() if value is not None and name not in ("config", "as_json")}
     from pliant.cli.live import duration, shown
+    from pliant.train import Stopped
     from pliant.train import train as run
 
+    def stopped(how: KeyboardInterrupt) -> str:
+        if isinstance(how, Stopped):
+            return "stopped: what was trained is saved; go on with --resume."
+        return "stopped at once: the run is as it was last saved, if it was."
+
     console = Console(stderr=as_json, quiet=as_json)
-    with told(Console(stderr=True), ValueError, stopped="stopped: what was trained is saved; go on with --resume."):
+    with told(Console(stderr=True), ValueError, stopped=stopped):
         options = {**(from_toml(config) if config is not None else {}), **given}
         where = str(config) if config is not None else "the command line"
         if options.get("resume") and options.get("out"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from pliant.images import ImageSet, Norm
 from pliant.types import PliantError, write_aside
 
 CLIP = 1.0
-_SAVE_EVERY = 50  # episodes
+_SAVE_SECONDS = 30.0  # so much may be lost where a run is stopped
 
 
 class ResumeError(PliantError, ValueError):
@@ -58,7 +59,7 @@ def meta_train(
 
     Norms keep their statistics: a task of a few classes would teach them its own. The rate falls to nothing along a half
     cosine. The weights end up in `out` (safetensors, with the learned scale). With `out`, the state is kept beside it every
-    few tasks, and with `resume` a run that was stopped goes on there as if it had not been.
+    half minute, and with `resume` a run that was stopped goes on there as if it had not been.
     """
     if episodes < 1:
         raise ValueError(f"episodes={episodes}: at least one.")
@@ -74,8 +75,11 @@ def meta_train(
     losses: list[float] = []
     accuracies: list[float] = []
     state = Path(f"{os.fspath(out)}.state") if out is not None else None
-    if resume and state is not None and state.exists():
+    if resume and state is not None:
         losses, accuracies = _go_on(state, held, told)
+    if out is not None and not os.access(_nearest_folder(Path(out)), os.W_OK):
+        raise ResumeError(f"nothing can be written beside {os.fspath(out)!r}. Choose another place before hours are spent.")
+    saved = time.monotonic() - _SAVE_SECONDS  # the first task is kept at once
     was = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -88,8 +92,9 @@ def meta_train(
             falling.step()
             losses.append(float(loss.detach()))
             accuracies.append(hits)
-            if state is not None and (number + 1) % _SAVE_EVERY == 0:
+            if state is not None and time.monotonic() - saved >= _SAVE_SECONDS:
                 _keep(state, held, told, losses, accuracies)
+                saved = time.monotonic()
             if on_episode is not None:
                 on_episode(number, losses[-1], hits)
     finally:
@@ -120,7 +125,14 @@ def _keep(state: Path, held: dict[str, Any], told: dict[str, Any], losses: list[
     write_aside(state, content.getvalue())
 
 
+def _nearest_folder(path: Path) -> Path:
+    """The folder of a file, or the nearest one above it that is there."""
+    return next(folder for folder in path.absolute().parents if folder.exists())
+
+
 def _go_on(state: Path, held: dict[str, Any], told: dict[str, Any]) -> tuple[list[float], list[float]]:
+    if not state.exists():
+        raise ResumeError(f"there is no run to go on with: {os.fspath(state)!r} is not there. Leave out resume to begin one.")
     try:
         saved: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, LookupError, ValueError, pickle.UnpicklingError) as error:

@@ -234,7 +234,9 @@ def load(run: str | os.PathLike[str]) -> Run:
         torn = _is_torn(log)
     except OSError as error:
         raise LogError(f"{os.fspath(log)!r} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:  # no JSON, no text
+    except UnicodeDecodeError as error:
+        raise LogError(f"{os.fspath(log)!r} is not a run log: it holds no text. Give what Session(log=…) writes.") from error
+    except (ValueError, RecursionError) as error:  # no JSON
         raise LogError(f"{os.fspath(log)!r} is not a run log: {error}") from error
     if not lines:
         state = "holds no whole line" if torn else "is empty"
@@ -263,6 +265,10 @@ def named(runs: Iterable[Run]) -> list[Run]:
 def parse(lines: Sequence[Any], name: str, where: str = "the log") -> Run:
     """The run that these lines tell of: the last one, where several stand in one file."""
     if not any(isinstance(line, dict) and line.get("event") in ("start", "round", "resume") for line in lines):
+        if any(isinstance(line, dict) and "event" in line for line in lines):
+            raise LogError(
+                f"{where!r} does not say what was chosen: the run told too little yet. Try again after its first step."
+            )
         raise LogError(f"{where!r} is not a run log: no line in it says what was chosen. Give what Session(log=…) writes.")
     starts = [i for i, line in enumerate(lines) if isinstance(line, dict) and line.get("event") == "start"]
     earlier = max(len(starts) - 1, 0)

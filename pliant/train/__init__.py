@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pliant import folder, task
 from pliant.task import TaskError
-from pliant.train.around import Spent, tensorboard, told_of_the_disk
+from pliant.train.around import Spent, Stopped, tensorboard, told_of_the_disk
 from pliant.train.nouns import Evaluation, Moment, Options, Result, Watch
 from pliant.train.run import Run
 
-__all__ = ["Evaluation", "Moment", "Options", "Result", "Watch", "train"]
+__all__ = ["Evaluation", "Moment", "Options", "Result", "Stopped", "Watch", "train"]
 
 _MAY_CHANGE = ("out", "resume", "device", "log_to", "keep_anyway", "measure_memory")
 
@@ -40,6 +40,8 @@ def train(options: Options, watch: Watch | None = None) -> Result:
         scratch=options.scratch,
         validation=options.validation,
     )
+    if "graphs" in options.engine.split("+") and loaded.device.type != "cuda":
+        raise TaskError(f"engine={options.engine!r}: steps are captured on CUDA, and this run is on {loaded.device.type!r}.")
     out = options.out or os.fspath(folder.unused(f"{Path(options.data).stem}-{policy.name}"))
     saved = {name: value for name, value in asdict(options).items() if name not in ("out", "resume")}
     with folder.claimed(out, saved, options.resume) as place, tensorboard(options.log_to, place) as also:
