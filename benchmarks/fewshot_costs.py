@@ -150,7 +150,7 @@ def table(cells: list[dict[str, Any]]) -> str:
             slow = next((c["seconds"] for c in times if c["way"] == "full"), None)
             lines += [
                 "",
-                f"| one task, {times[0]['support']} images | CPU seconds | full over this | accuracy |",
+                f"| one task, {times[0]['support']} images | CPU seconds | of these choosing | full over this |",
                 "|---|---|---|---|",
             ]
         for c in times:

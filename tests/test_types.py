@@ -437,6 +437,7 @@ FULL = Cost(seconds=2.0, bytes=1000, macs=500, joules=8.0)
         (Budget(time="250us"), {"seconds": 250e-6}),
         (Budget(time="250µs"), {"seconds": 250e-6}),
         (Budget(memory="64MB"), {"bytes": 64e6}),
+        (Budget(memory="64kB"), {"bytes": 64e3}),
         (Budget(memory="1KiB"), {"bytes": 1024.0}),
         (Budget(memory=".5GB"), {"bytes": 5e8}),
         (Budget(macs="1.5GMAC"), {"macs": 1.5e9}),
