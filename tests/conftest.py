@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
