@@ -6,8 +6,9 @@
 A task has 5–50 classes and a few images of each, drawn as Meta-Dataset does (`fewshot.Sampling`), from a domain that is not the
 source. Every method begins with the same weights: those of ImageNet, or those after practising tasks of the source (birds,
 `fewshot.meta_train`). Each takes the same number of steps of SGD, on the same changed copies of the support images, against
-prototypes of the support set; then query images are classified by the nearest prototype. Learning rates are tuned for each
-method, with the same trials, on tasks of the source. Methods:
+prototypes of the support set; then query images are classified by the nearest prototype. A learning rate is chosen for each
+method and domain, with the same trials, on tasks of all other domains and of the source: a device knows nothing of the tasks
+that will come. Methods:
 
     none            nothing trains
     full            every convolution
@@ -31,13 +32,13 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
-import json
+import itertools
 import math
 import statistics
-import subprocess
-import sys
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,10 @@ import torch
 
 from pliant import fewshot, images
 
-RATES = (0.001, 0.004, 0.016)
-TUNING_TASKS = 4  # of the source
+RATES = (0.001, 0.004, 0.016, 0.064)
+TUNING_TASKS = 2  # per domain and rate
+SAVE_SECONDS = 10.0
+BEGUN = time.monotonic()
 MAIN = "mcunet"
 TASKS = {MAIN: 60}  # per domain; 30 for the others
 QUICK = ("none", "full", "tinytrain", "tinytrain, exact")
@@ -62,9 +65,10 @@ PUBLISHED = {  # average accuracy over nine domains, with a start that differs b
 
 
 def task_of(domain: str, number: int, setting: dict[str, Any]) -> fewshot.Episode:
+    """A task by its number; those below zero are for tuning."""
     sampling = fewshot.Sampling(ways=tuple(setting["ways"]), support=setting["support"])
     name = shared.SOURCE if domain == "source" else shared.DOMAINS[domain]
-    return sampling.draw(shared.domain(name), seed=7 if domain == "source" else 0, number=number)
+    return sampling.draw(shared.domain(name), seed=int(number < 0), number=abs(number))
 
 
 def cell(
@@ -85,7 +89,7 @@ def cell(
         batch=setting["batch"],
         query=on(task.query, device),
         scale=scale,
-        engine="plain" if method == "full" else "auto",
+        engine="plain",  # the same gradients whatever the engine; this one takes no time to choose
         seed=number,
     )
     if adapted.predictions is None:
@@ -131,33 +135,38 @@ def key(c: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The cells that can run now: all tasks of methods whose rate is known, else those that tell it."""
+    """The cells that can run now: those that tell a method's rates, and all tasks of methods whose rates are known."""
     out = []
-    for backbone in args.backbones:
-        for begin in args.starts:
-            for method in args.methods:
-                rate = best_rate(done, backbone, begin, method, args.rates)
-                if rate is None:
-                    tries = range(args.tuning)
-                    out += [(backbone, begin, "source", n, method, lr) for lr in args.rates for n in tries]
-                else:
-                    tasks = range(args.tasks or TASKS.get(backbone, 30))
-                    out += [(backbone, begin, domain, n, method, rate) for domain in args.domains for n in tasks]
+    tasks = {backbone: range(args.tasks or TASKS.get(backbone, 30)) for backbone in args.backbones}
+    for backbone, begin, method in itertools.product(args.backbones, args.starts, args.methods):
+        rates = rates_of(done, backbone, begin, method, args)
+        if rates is None:
+            tuning = itertools.product(("source", *args.domains), range(-1, -1 - args.tuning, -1), args.rates)
+            out += [(backbone, begin, domain, n, method, lr) for domain, n, lr in tuning]
+        else:
+            out += [(backbone, begin, domain, n, method, rates[domain]) for n in tasks[backbone] for domain in args.domains]
     known = {key(c) for c in done}
-    return [one for one in out if one not in known]
+    return sorted((one for one in out if one not in known), key=lambda one: one[3])  # every method gets on as far as the others
 
 
-def best_rate(done: list[dict[str, Any]], backbone: str, begin: str, method: str, rates: list[float]) -> float | None:
-    """The rate with the best mean on tasks of the source; None while it is not known."""
-    if method == "none" or len(rates) == 1:
-        return rates[0]
-    found: dict[float, list[float]] = {}
-    for c in done:
-        if (c["backbone"], c["start"], c["domain"], c["method"]) == (backbone, begin, "source", method):
-            found.setdefault(c["lr"], []).append(c["accuracy"])
-    if set(found) != set(rates) or len({len(tries) for tries in found.values()}) > 1:
+def rates_of(
+    done: list[dict[str, Any]], backbone: str, begin: str, method: str, args: argparse.Namespace
+) -> dict[str, float] | None:
+    """For each domain the rate with the best mean on tasks of all others; None while not all of these were tried."""
+    if method == "none" or len(args.rates) == 1:
+        return dict.fromkeys(args.domains, args.rates[0])
+    found = {
+        (c["domain"], c["lr"], c["task"]): c["accuracy"]
+        for c in done
+        if (c["backbone"], c["start"], c["method"]) == (backbone, begin, method) and c["task"] < 0
+    }
+    if len(found) < (1 + len(args.domains)) * len(args.rates) * args.tuning:
         return None
-    return max(found, key=lambda lr: statistics.mean(found[lr]))
+
+    def mean_elsewhere(domain: str, rate: float) -> float:
+        return statistics.mean(value for (where, lr, _), value in found.items() if where != domain and lr == rate)
+
+    return {domain: max(args.rates, key=lambda lr: mean_elsewhere(domain, lr)) for domain in args.domains}
 
 
 # ---------------------------------------------------------------- tables
@@ -166,7 +175,7 @@ def best_rate(done: list[dict[str, Any]], backbone: str, begin: str, method: str
 def table(cells: list[dict[str, Any]]) -> str:
     """Markdown: mean accuracy and its 95 % interval by domain, and over all domains; beside it the paper's."""
     lines: list[str] = []
-    cells = [c for c in cells if c["domain"] != "source"]
+    cells = [c for c in cells if c["task"] >= 0]
     for backbone, begin in dict.fromkeys((c["backbone"], c["start"]) for c in cells):
         mine = [c for c in cells if (c["backbone"], c["start"]) == (backbone, begin)]
         domains = list(dict.fromkeys(c["domain"] for c in mine))
@@ -183,7 +192,8 @@ def table(cells: list[dict[str, Any]]) -> str:
             row = [_interval(some) for some in by_domain]
             paper = PUBLISHED[backbone].get(method, "")
             lines.append(
-                f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {paper} | {runs[0]['lr']} "
+                f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {paper} "
+                f"| {' '.join(f'{lr:g}' for lr in sorted({c['lr'] for c in runs}))} "
                 f"| {statistics.mean(c['seconds'] for c in runs):.1f} |"
             )
         lines.append("")
@@ -213,14 +223,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes that run cells side by side")
-    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many")
     parser.add_argument("--backbones", nargs="+", choices=list(shared.BACKBONES), default=list(shared.BACKBONES))
     parser.add_argument("--starts", nargs="+", choices=["imagenet", "meta"], default=["imagenet", "meta"])
     parser.add_argument("--domains", nargs="+", choices=list(shared.DOMAINS), default=list(shared.DOMAINS))
     parser.add_argument("--methods", nargs="+", choices=list(shared.METHODS), default=list(shared.METHODS))
     parser.add_argument("--tasks", type=int, default=None, help="per domain (60 for mcunet, 30 for the others)")
-    parser.add_argument("--tuning", type=int, default=TUNING_TASKS, help="tasks of the source per learning rate")
+    parser.add_argument("--tuning", type=int, default=TUNING_TASKS, help="tasks of each domain per learning rate")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=None, help="images in a pass (50, or 500 on a GPU)")
@@ -238,46 +247,30 @@ def main() -> None:
     out = args.out or record.place("fewshot_quick" if args.quick else "fewshot", args.device)
     setting = {name: getattr(args, name) for name in ("device", "steps", "ways", "support", "episodes")}
     setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
-    part = out.with_name(f"{out.stem}.part{args.worker}.json") if args.worker is not None else out
     here = {**setting, "work": str(args.work or out.parent / "weights")}
-    done = record.load(out, setting)
-    if args.worker is not None:
-        work(args, here, setting, part, done)
-        return
-    while todo := wanted(args, done):
-        print(f"{len(done)} cells are done, {len(todo)} can run now", flush=True)
-        for backbone in args.backbones if "meta" in args.starts else ():
-            meta_file(backbone, here)
-        workers = [subprocess.Popen([sys.executable, *sys.argv, "--worker", str(k)]) for k in range(args.jobs)]
-        codes = [worker.wait() for worker in workers]
-        before = len(done)
-        for k in range(args.jobs):
-            mine = out.with_name(f"{out.stem}.part{k}.json")
-            if mine.exists():
-                done += [c for c in json.loads(mine.read_text())["cells"] if key(c) not in {key(d) for d in done}]
-        record.save(out, setting, done, table(done))
-        for k in range(args.jobs):
-            for suffix in (".json", ".md"):
-                out.with_name(f"{out.stem}.part{k}{suffix}").unlink(missing_ok=True)
-        if any(codes) or len(done) == before or time.monotonic() - BEGUN > args.seconds:
-            break
+    done, saved = record.load(out, setting), time.monotonic()
+    for backbone in args.backbones if "meta" in args.starts else ():
+        meta_file(backbone, here)
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare, (shared.FOLDER[0],)) as pool:
+        while (todo := wanted(args, done)) and time.monotonic() - BEGUN < args.seconds:
+            print(f"{len(done)} cells are done, {len(todo)} can run now", flush=True)
+            for future in as_completed([pool.submit(cell, *one, here) for one in todo]):
+                done.append(future.result())
+                print(f"{' '.join(map(str, key(done[-1])))}: {done[-1]['accuracy']:.3f}", flush=True)
+                if time.monotonic() - saved > SAVE_SECONDS:
+                    record.save(out, setting, done, table(done))
+                    saved = time.monotonic()
+                if time.monotonic() - BEGUN > args.seconds:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    break
+    record.save(out, setting, done, table(done))
     print(table(done))
 
 
-BEGUN = time.monotonic()
-
-
-def work(
-    args: argparse.Namespace, here: dict[str, Any], setting: dict[str, Any], part: Path, done: list[dict[str, Any]]
-) -> None:
-    """Every n-th of the cells that can run now."""
-    mine: list[dict[str, Any]] = []
-    for one in wanted(args, done)[args.worker :: args.jobs]:
-        if time.monotonic() - BEGUN > args.seconds:
-            return
-        mine.append(cell(*one, here))
-        record.save(part, setting, mine, "")
-        print(f"{' '.join(map(str, one))}: {mine[-1]['accuracy']:.3f} in {mine[-1]['seconds']:.1f} s", flush=True)
+def prepare(folder: Path) -> None:
+    """What a process needs before its first cell."""
+    torch.set_num_threads(1)
+    shared.FOLDER[0] = folder
 
 
 if __name__ == "__main__":

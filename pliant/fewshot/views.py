@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,29 +30,24 @@ class Augment:
         if not (0 <= self.shift < 0.5 and 0 <= self.light < 1):
             raise ValueError(f"{self}: shift lies from 0 to below 0.5 of the side, light from 0 to below 1.")
 
-    def __call__(self, images: Tensor, rngs: Sequence[np.random.Generator]) -> Tensor:
-        """Images in 0…1, each changed by its own random numbers."""
-        most = round(self.shift * images.shape[-1])
-        out = torch.empty_like(images)
-        for image, changed, rng in zip(images, out, rngs, strict=True):
-            down, right = rng.integers(-most, most + 1, 2).tolist()
-            contrast, brightness = rng.uniform(1 - self.light, 1 + self.light, 2).tolist()
-            is_mirrored = self.flip and bool(rng.random() < 0.5)
-            _moved(image, down, right, changed)
-            middle = changed.mean()
-            changed.sub_(middle).mul_(contrast).add_(middle * brightness).clamp_(0, 1)
-            if is_mirrored:
-                changed.copy_(changed.flip(-1))
+    def __call__(self, images: Tensor, numbers: np.ndarray) -> Tensor:
+        """Images in 0…1, each changed by its own `RANDOM` numbers from 0 to 1."""
+        height, width = images.shape[-2:]
+        most = round(self.shift * width)
+        top, left = np.floor(numbers[:, :2].T * (2 * most + 1)).astype(int)
+        wide = F.pad(images, (most,) * 4, mode="reflect") if most else images  # what is uncovered shows its mirror image
+        out = torch.stack([one[:, y : y + height, x : x + width] for one, y, x in zip(wide, top, left, strict=True)])
+        light = 1 + self.light * (2 * numbers[:, 2:4, None, None, None] - 1)
+        contrast, brightness = torch.from_numpy(light).to(out).unbind(1)
+        middle = out.mean((1, 2, 3), keepdim=True)
+        out.sub_(middle).mul_(contrast).add_(middle * brightness).clamp_(0, 1)
+        if self.flip:
+            mirrored = torch.from_numpy(numbers[:, 4, None, None, None] < 0.5).to(out.device)
+            out = torch.where(mirrored, out.flip(-1), out)
         return out
 
 
-def _moved(image: Tensor, down: int, right: int, into: Tensor) -> None:
-    """The image moved by so many pixels; what is uncovered shows its mirror image."""
-    sides = max(right, 0), max(-right, 0), max(down, 0), max(-down, 0)
-    height, width = image.shape[1:]
-    padded = F.pad(image[None], sides, mode="reflect")[0] if any(sides) else image
-    top, left = max(-down, 0), max(-right, 0)
-    into.copy_(padded[:, top : top + height, left : left + width])
+RANDOM = 5  # numbers that one change takes: down, right, contrast, brightness, mirrored
 
 
 def norm_of(backbone: nn.Module) -> Norm | None:
@@ -107,7 +102,8 @@ class Views:
         some = slice(index.start, index.stop)
         images = self.images.images[some].to(self.device).float().div_(255)
         if self.augment is not None:
-            images = self.augment(images, [np.random.default_rng([self.seed, self.view, i]) for i in index])
+            numbers = np.random.default_rng([self.seed, self.view]).random((len(self.images), RANDOM))
+            images = self.augment(images, numbers[some])
         mean, std = (torch.as_tensor(part, dtype=torch.float32, device=self.device).reshape(-1, 1, 1) for part in self.norm)
         share = torch.tensor(len(index) * len(self) / len(self.images), device=self.device)
         return images.sub_(mean).div_(std), self.images.labels[some].to(self.device), share
