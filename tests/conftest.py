@@ -1,11 +1,16 @@
-"""Names for parametrized values: the same in every test process."""
+"""Names for parametrized values, the same in every test process; fixtures that several files share."""
 
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +31,15 @@ def open_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("pliant.engine.ways.Race.see", lambda race, seconds: False)
 
 
+@pytest.fixture(autouse=True)
+def one_dnn() -> Iterator[None]:
+    """On ARM processors without bfloat16, the first product of matrices in it makes PyTorch turn oneDNN off for the whole
+    process; from then on its convolutions round otherwise than another process's."""
+    before = torch.backends.mkldnn.enabled
+    yield
+    torch.backends.mkldnn.enabled = before
+
+
 @pytest.fixture
 def closed_loop() -> None:
     """Measured steps correct the choice, as they do for users."""
@@ -34,3 +48,14 @@ def closed_loop() -> None:
 @pytest.fixture
 def racing() -> None:
     """Steps go all ways in turn until the fastest is known, as they do for users."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of one's own with a tiny model and images in it: files are looked for there, and so is the model's module."""
+    tiny.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    tiny.forget()
+    yield tmp_path
+    tiny.forget()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from tiny import bars
 from torch import nn
 from typer.testing import CliRunner
 
@@ -22,17 +23,6 @@ from pliant.models import FoldedNet
 
 SMALL = ((3, 1, 16, 8), (5, 2, 24, 12), (3, 1, 36, 12))
 NORM = (0.5, 0.5)
-
-
-def bars(classes: int, each: int, size: int = 32, seed: int = 0) -> ImageSet:
-    """Images whose class can be seen: a noisy bar at a place of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(classes).repeat_interleave(each)
-    images = torch.randint(0, 90, (len(labels), 3, size, size), generator=generator, dtype=torch.uint8)
-    wide = size // classes
-    for image, label in zip(images, labels.tolist(), strict=True):
-        image[:, :, label * wide : (label + 1) * wide] += 140
-    return ImageSet(images, labels, tuple(f"bar {label}" for label in range(classes)))
 
 
 def backbone(seed: int = 0) -> FoldedNet:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +11,9 @@ from typer.testing import CliRunner
 
 from pliant import cli
 
+pytestmark = pytest.mark.usefixtures("place")
 run = CliRunner().invoke
 FLAGS = ["plan", tiny.MODEL, "--data", tiny.DATA, "--size", "8", "--batch", "8", "--scratch", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    tiny.write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    tiny.forget()
-    yield tmp_path
-    tiny.forget()
 
 
 def test_a_plan_keeps_its_budget_and_says_why() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +17,7 @@ from pliant import PliantError, models, recipes, task
 from pliant.budget import Budget
 from pliant.types import write_aside
 
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    tiny.write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    tiny.forget()
-    yield tmp_path
-    tiny.forget()
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def loaded(**other: Any) -> task.Task:
@@ -86,7 +77,6 @@ def test_judging_leaves_no_trace_and_tells_the_truth() -> None:
 
 
 def test_digits_come_with_their_classes() -> None:
-    pytest.importorskip("sklearn")
     mine = task.load("tiny_net:net", "digits", size=8, seed=0, device="cpu", scratch=True)
     assert mine.classes == tuple("0123456789") and len(mine.train) == 1000 and len(mine.validation) == 297
 

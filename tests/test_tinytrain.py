@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import bars
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,17 +26,6 @@ from pliant.solve import Problem
 
 SMALL = ((3, 1, 16, 8), (5, 2, 24, 12), (3, 1, 36, 12))
 BACKBONES = ("mcunet_5fps", "mobilenet_v2_035", "proxyless_03")
-
-
-def images_of(classes: int, each: int, size: int = 32, seed: int = 0) -> ImageSet:
-    """Images whose class can be seen: a noisy bar at a place of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.arange(classes).repeat_interleave(each)
-    images = torch.randint(0, 90, (len(labels), 3, size, size), generator=generator, dtype=torch.uint8)
-    wide = size // classes
-    for image, label in zip(images, labels.tolist(), strict=True):
-        image[:, :, label * wide : (label + 1) * wide] += 140
-    return ImageSet(images, labels, tuple(f"class {label}" for label in range(classes)))
 
 
 def task(seed: int = 0, samples: int = 6) -> tuple[Prototypes, Any, tuple[torch.Tensor, torch.Tensor]]:
@@ -264,12 +254,12 @@ def test_exact_is_never_worth_less() -> None:
 
 def test_a_budget_that_nothing_fits_names_the_floor() -> None:
     with pytest.raises(BudgetError, match="below the floor"):
-        adapt(FoldedNet(SMALL), images_of(3, 2), steps=1, budget=Budget(memory="1MB", macs=1e-5))
+        adapt(FoldedNet(SMALL), bars(3, 2), steps=1, budget=Budget(memory="1MB", macs=1e-5))
 
 
 def test_the_probe_looks_no_deeper_than_the_budget_pays() -> None:
     torch.manual_seed(0)
-    model, support = FoldedNet(SMALL), images_of(3, 2)
+    model, support = FoldedNet(SMALL), bars(3, 2)
     found = adapt(model, support, steps=1, policy=recipes.tinytrain(memory=None, macs=0.2)).selection
     assert found is not None
     assert found.values["backbone.stem[out 0:8]"] == 0.0  # the way there takes more MACs than a step may
@@ -345,7 +335,7 @@ def test_a_whole_adaptation_stays_inside_a_megabyte_and_its_macs(name: str, exac
     """Batch 1, 128²: graph, profile, probe, choice, prototypes, steps and predictions, every piece of memory followed."""
     torch.manual_seed(0)
     backbone = models.load(name, classes=2)
-    support = images_of(3, 2, size=128)
+    support = bars(3, 2, size=128)
     inference = inference_peak(backbone, support)
     full = full_backward_macs(backbone, support)
     gc.collect()

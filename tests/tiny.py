@@ -1,4 +1,4 @@
-"""A model and a set of images small enough to train in a moment, as files that the command can be given by name."""
+"""Images small enough to train on in a moment; some with a model, as files that the command can be given by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
+
+from pliant.images import ImageSet
 
 NET = """
 import os, signal
@@ -52,6 +55,17 @@ def write(folder: Path) -> None:
     drawings = kinds[labels] ^ (random.random((96, 8, 8)) < 0.2)
     bits = np.packbits(drawings.reshape(96, 64), axis=1)
     np.savez(folder / DATA, bits=bits, label=labels, classes=np.array(["top", "left", "rows", "columns"]))
+
+
+def bars(classes: int, each: int, size: int = 32, seed: int = 0) -> ImageSet:
+    """Images whose class can be seen: a noisy bar at a place of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(classes).repeat_interleave(each)
+    images = torch.randint(0, 90, (len(labels), 3, size, size), generator=generator, dtype=torch.uint8)
+    wide = size // classes
+    for image, label in zip(images, labels.tolist(), strict=True):
+        image[:, :, label * wide : (label + 1) * wide] += 140
+    return ImageSet(images, labels, tuple(f"bar {label}" for label in range(classes)))
 
 
 def forget() -> None:
