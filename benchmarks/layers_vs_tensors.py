@@ -23,16 +23,42 @@ from pathlib import Path
 from typing import Any
 
 import nets
+import numpy as np
 import packed
 import record
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from training import accuracy, clock
 
-from pliant import Policy, Session, data, recipes, schedule
+from pliant import Policy, Session, data, images, recipes, schedule
 
 METHODS = ("full", "elastic_trainer", "elastic_layers")
 CLIP = 1.0
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as torchvision's weights expect it
+STORED = 64  # pixels of a side, in the file
+
+
+def signs(path: Path, pixels: int, device: str) -> tuple[dict[str, data.Split], int]:
+    """The three splits as normalised tensors, and the number of classes.
+
+    They are those of the recorded results, so `ImageSet.splits` cannot cut them: a fifth of every class, by numpy's lot, is to
+    validate with; images are enlarged as floats, and lie channels last.
+    """
+    found = images.packed(path, STORED)
+    split, labels, rng = np.array(found.split), found.labels.numpy(), np.random.default_rng(0)
+    for label in range(len(found.classes)):
+        mine = np.flatnonzero((split == images.TRAIN) & (labels == label))
+        split[rng.permutation(mine)[: round(0.2 * len(mine))]] = images.VALIDATION
+    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (MEAN, STD))
+    out = {}
+    for name, kind in (("train", images.TRAIN), ("validation", images.VALIDATION), ("test", images.TEST)):
+        part = found.select(torch.from_numpy(split == kind))
+        shown = part.images.to(device, memory_format=torch.channels_last).float() / 255
+        if pixels != STORED:
+            shown = F.interpolate(shown, size=(pixels, pixels), mode="bilinear", antialias=True)
+        out[name] = data.Split((shown - mean) / std, part.labels.to(device))
+    return out, len(found.classes)
 
 
 def policy(method: str, time_share: float, epochs_between: int) -> Policy:
@@ -172,7 +198,7 @@ def main() -> None:
     args.budgets = args.budgets or ([0.5, 0.6, 0.7] if gpu else [0.5])
     where = packed.folder(args.data)
     weights = packed.need(where / "weights" / "mobilenetv2_fp16.safetensors")
-    splits, classes = packed.read(where / "gtsrb43_64.npz", args.pixels, args.device)
+    splits, classes = signs(packed.need(where / "gtsrb43_64.npz"), args.pixels, args.device)
     setting = {k: getattr(args, k) for k in ("device", "epochs", "batch", "pixels", "epochs_between", "lrs")}
     out = args.out or record.place("layers_vs_tensors_quick" if args.quick else "layers_vs_tensors", args.device)
     done = record.load(out, setting)
