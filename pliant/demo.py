@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -20,6 +19,7 @@ from pliant import data, recipes
 from pliant.measure import kept_bytes
 from pliant.models import efficientnet_lite0
 from pliant.session import Session
+from pliant.task import judge, loss
 
 CLIP = 1.0  # steps this large want their gradients bounded
 
@@ -38,24 +38,6 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    images, labels = batch
-    return F.cross_entropy(model(images), labels)
-
-
-def accuracy(model: nn.Module, split: data.Split, size: int = 50) -> float:
-    """Share of images that the model names rightly."""
-    was = model.training
-    model.eval()
-    with torch.inference_mode():
-        hits = sum(
-            int((model(images).argmax(1) == labels).sum())
-            for images, labels in zip(split.images.split(size), split.labels.split(size), strict=True)
-        )
-    model.train(was)
-    return hits / len(split)
 
 
 def run(
@@ -103,7 +85,7 @@ def run(
                 seconds, kept, chosen = train(model, optimizer, batches, time_share, tell)
                 total = time.thread_time() - start
                 progress.update(task, note="testing")
-                score = accuracy(model, digits.test)
+                score, _ = judge(model, digits.test)
                 progress.update(task, note=f"accuracy {score:.1%}")
                 outcomes.append(Outcome(name, score, seconds, total, kept, chosen, steps))
         show(console, outcomes)

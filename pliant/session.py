@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from pliant import __version__, batches, checkpoint, data, markup, score
+from pliant import batches, checkpoint, data, journal, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
 from pliant.batches import Loss, Pieces
 from pliant.budget import Budget, Progress
@@ -244,15 +244,9 @@ class Session:
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: what was asked, predicted and measured of late, and what is chosen now."""
-        if self._choice.selection is None:
-            return markup.tag("p", f"{self.policy.name}: nothing is chosen yet; the first step chooses.")
-        rows = [
-            (str(r.number), str(r.step + 1), str(r.steps), *map(markup.seconds, (r.asked, r.predicted, r.measured)))
-            for r in self.rounds[-10:]
-        ]
-        title = f"{self.policy.name}, {self._step} steps on the {self.engine} engine: time per step"
-        table = markup.Table(title, ("round", "from step", "steps", "asked", "predicted", "measured"), rows)
-        return table.html() + self.selection._repr_html_()
+        selection = self._choice.selection
+        rounds = self.rounds if selection is not None else ()
+        return journal.display(self.policy.name, self.engine, self._step, rounds, selection)
 
     # ------------------------------------------------------------ steps
 
@@ -346,7 +340,9 @@ class Session:
             if not self.units:
                 with self._pace.not_training("profiling"):
                     self._choice.look(self.model, self._optimizer, self.loss, batch, self.update, self._norms.rule)
-                self._log_start()
+                if self._log.path is not None:
+                    took = self._pace.spent.get("profiling")
+                    self._log.write("start", **journal.start(self.policy, self.profile, self.units, self.engine, took))
             due, looked = self._choice.is_due(self.progress), self._laps.untaken >= _LOOK_EVERY
             if looked or (due and self._laps.untaken >= _LOOK_EVERY // 2):
                 self._look_at_steps()
@@ -446,8 +442,7 @@ class Session:
         if measured is not None:
             self._choice.feedback.see_bytes(measured, self._elements)
             now = self._choice.feedback.rounds[-1]
-            amounts = {"asked": now.asked_bytes, "predicted": now.predicted_bytes, "measured": measured}
-            self._log.write("memory", step=self._step, round=self._round, **amounts)
+            self._log.write("memory", **journal.memory(self._step, self._round, now, measured))
 
     # ------------------------------------------------------------ choosing
 
@@ -508,11 +503,9 @@ class Session:
         self._choice.take(selection, replace(self.progress, round=selection.round))
         self._laps.new_round()
         seconds = self._laps.seconds(took)
-        if self._log.path is None:
-            return
-        split = {part: asdict(cost) for part, cost in self.profile.split(selection.units).items()}
-        said = {"engine": self.engine, "choosing_seconds": seconds, "measured_before": measured, "resident": resident()}
-        self._log.write("round", **selection.to_json(), split=split, **said)
+        if self._log.path is not None:
+            line = journal.chosen(selection, self.profile, self.engine, seconds, measured, resident())
+            self._log.write("round", **line)
 
     def _apply_(self, selection: Selection) -> None:
         sliced = self._engine.choose_(selection.parts, self._params, self._optimizer)
@@ -522,31 +515,6 @@ class Session:
     def _state_rule(self) -> Literal["keep", "drop"]:
         """What becomes of the optimizer state of what leaves: where memory is limited there is no room for it."""
         return "drop" if self.budget.memory is not None else self.policy.state
-
-    def _log_start(self) -> None:
-        """What the run begins with; the cost of a unit is that of a step with it alone."""
-        if self._log.path is None:
-            return
-        profile = self.profile
-        self._log.write(
-            "start",
-            pliant=__version__,
-            policy=self.policy.name,
-            when=self.policy.when.name,
-            signal=self.policy.signal.name,
-            engine=self.engine,
-            seed=self.policy.seed,
-            origin=dict(profile.origin),
-            full=asdict(profile.full),
-            forward=asdict(profile.base),
-            units={unit.name: list(unit.params) for unit in self.units},
-            costs={unit.name: asdict(cost) for unit, cost in zip(self.units, profile.alone(self.units), strict=True)},
-            split={part: asdict(cost) for part, cost in profile.on("plain", False).split([profile.everything]).items()},
-            checks=[list(check) for check in profile.checks],
-            coverage=profile.coverage,
-            uncounted=list(profile.uncounted),
-            profiling_seconds=self._pace.spent.get("profiling"),
-        )
 
     def _note(self, text: str) -> None:
         self._log.write("note", step=self._step, text=text)

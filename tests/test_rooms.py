@@ -29,7 +29,7 @@ LEFT = {
     "score",
     "engine",
 }
-LEFT |= {"memory", "undo", "runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback", "markup"}
+LEFT |= {"memory", "undo", "runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback", "markup", "journal"}
 
 # room → the rooms and the packages outside the standard library that it may import, wherever in its files the import stands
 MAY_IMPORT: dict[str, set[str]] = {
@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runlog": {"torch"},
     "drift": {"types"},
     "feedback": set(),
+    "journal": {"types", "profile", "policy", "feedback", "markup"},
     "checkpoint": {"types", "apply", "torch", "safetensors"},
     "choice": {
         "types",
@@ -105,7 +106,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compare": {"types", "folder", "task", "train"},
     "explain": {"types", "session"},
     "doctor": {"clock", "memory", "energy", "roofline", "recipes", "session", "torch"},
-    "demo": {"session", "recipes", "measure", "data", "models", "torch", "rich"},
+    "demo": {"session", "recipes", "measure", "data", "models", "task", "torch", "rich"},
     "cli": {
         "train",
         "compare",
