@@ -401,10 +401,10 @@ class Session:
         for news in self._engine.news():
             self._note(news)
         self._step += 1
-        counts = self._peak is None and not self._engine.missed  # what fills a cache is paid once
+        counts = self._peak is None and not self._engine.fills  # what fills a cache is paid once
         seconds = self._laps.end(counts)
         self._log.step(self._step, self._round, value, seconds)
-        if counts and self._ours and self._engine.race.see(seconds):
+        if counts and self._ours and self._engine.see(seconds):
             self._note(f"steps run on the engine {self.engine!r}: the fastest of {', '.join(map(str, self._engine.race.ways))}")
         self._look_at_bytes()
         if self.policy.when.watches and self._step % Drift.every == 0:

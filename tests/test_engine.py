@@ -377,8 +377,11 @@ def test_what_auto_may_pick_from() -> None:
     assert ways("auto-prefix") == ["plain", "lean"]
     assert ways("auto", cuda=True) == ["plain", "graphs", "prefix+graphs"]
     assert ways("auto-graphs", cuda=True) == ["plain", "prefix"]
-    assert ways("auto", cuda=True, caches=True) == ["prefix+graphs"]
-    assert ways("auto", caches=True) == ["prefix"]
+    assert ways("auto", cuda=True, caches=True) == ["prefix+graphs, cache", "plain", "graphs", "prefix+graphs"]
+    assert ways("auto", caches=True) == ["prefix, cache", *ways("auto")]
+    assert ways("auto-prefix", caches=True) == ways("auto-prefix")
+    assert ways("auto", memory_is_short=True, caches=True) == ways("lean+prefix", caches=True) == ["lean+prefix, cache"]
+    assert ways("lean", caches=True) == ["lean"]
     assert ways("prefix+lean") == ["lean+prefix"]
     for wrong in ("steam", "lean+steam", "auto-steam", "lean+lean", "plain+lean", "lean-prefix", ""):
         with pytest.raises(ValueError, match="is not there; choose 'auto', 'plain', or of lean, prefix, graphs one or several"):

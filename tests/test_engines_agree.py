@@ -18,6 +18,7 @@ from pliant.apply import sandbox
 from pliant.data import ids_of, with_ids
 from pliant.engine.features import Features
 from pliant.engine.prefix import Prefix
+from pliant.engine.ways import Race
 from pliant.graph import read
 
 ENGINES = ["lean", "prefix", "lean+prefix", "graphs", "lean+graphs", "prefix+graphs", "lean+prefix+graphs"]
@@ -191,6 +192,39 @@ def test_a_cache_outlives_probes_and_choices_behind_the_boundary() -> None:
         model.stem[0].weight.mul_(2)
     assert epoch("deep.0", "last", "head") == (0, 22)
     assert epoch("deep.0", "last", "head") == (22, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds_cached", "winner"),
+    [("4MB", 1.0, "prefix, cache"), ("4MB", 9.0, "lean"), ("12KB", 9.0, "lean")],  # in the last, five samples fit of 22
+)
+def test_auto_takes_a_cache_where_steps_from_it_are_the_fastest(
+    limit: str, seconds_cached: float, winner: str, racing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills first; as soon as it is full or a batch comes from it, it races with all other ways."""
+    takes = {"prefix, cache": seconds_cached, "plain": 5.0, "prefix": 4.0, "lean": 3.0, "lean+prefix": 4.0}
+    see, gone = Race.see, []
+
+    def steady(race: Race, seconds: Callable[[], float]) -> bool:
+        gone.append(str(race.now))
+        return see(race, lambda took=takes[str(race.now)]: took)
+
+    monkeypatch.setattr(Race, "see", steady)
+    model, features = Residual().double(), Features(limit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+    loader = torch.utils.data.DataLoader(with_ids(samples(Residual)), batch_size=5)
+    policy = recipes.only("last*", "head*")
+    with Session(model, optimizer, classify, policy, engine="auto", cache=features, steps_per_epoch=5) as session:
+        assert session.engine == "prefix, cache"
+        filling = 0
+        for _ in range(8):
+            for batch in loader:
+                session.step(batch)
+                filling += not gone
+        assert filling == (1 if limit == "12KB" else 5)  # steps that fill count for nothing
+        assert gone[:20] == [*takes] * 4 and set(gone[20:]) == {winner} == {session.engine}
+        assert session.caches == ("cache" in winner) == (len(features) > 0)
+        assert session.why_not.get("cache") == (None if "cache" in winner else "steps without it are faster here")
 
 
 def test_a_batch_without_ids_is_told_of() -> None:

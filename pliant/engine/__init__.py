@@ -64,7 +64,7 @@ class Engine:
         self._told_lean: set[str] = set()
         self._callers: _CallersStep | None = None
         self._no_ids = self._is_callers = False
-        self.missed = False  # whether the last batch was not in the cache
+        self.fills = False  # whether the last batch was put into the cache
 
     # ------------------------------------------------------------ which way
 
@@ -92,14 +92,23 @@ class Engine:
     @property
     def caches(self) -> bool:
         """Whether what is computed before the choice is kept, as far as is known."""
-        return self.features is not None and self.way.prefix and "cache" not in self._prefix.reasons
+        return self.way.cache and "cache" not in self._prefix.reasons
+
+    def see(self, seconds: Callable[[], float]) -> bool:
+        """A step of ours took so long; tells whether it is known now which way is the fastest. A cache that is not on it goes."""
+        over = self.race.see(seconds)
+        if over and self.features is not None and not self.way.cache:
+            self.features.clear()
+        return over
 
     @property
     def why_not(self) -> dict[str, str]:
         """What the engines that were asked did not do, and why."""
         out = dict(self._prefix.reasons) if any(way.prefix for way in self.race.ways) else {}
-        if self.features is not None and not any(way.prefix for way in self.race.ways):
+        if self.features is not None and not any(way.cache for way in self.race.ways):
             out["cache"] = "the prefix engine is off"
+        elif self.features is not None and not self.way.cache and not self.race.is_on:
+            out.setdefault("cache", "steps without it are faster here")
         if self._no_ids:
             out["cache"] = "the batch says not which samples it holds: give ids, or wrap the dataset in data.with_ids"
         if any(way.graphs for way in self.race.ways):
@@ -182,8 +191,9 @@ class Engine:
         `part` says whether this is the first and whether it is the last batch of a step; `eager`, why every operation must be
         run from Python, if it must.
         """
-        way, misses = self.way, self.features.misses if self.features is not None else 0
+        way, stored = self.way, self.features.stored if self.features is not None else 0
         self._no_ids, self._is_callers = self.features is not None and ids is None, False
+        ids = ids if way.cache else None
         graphs = self._graphs if way.graphs else None
         if graphs is not None and self.slices is not None:
             eager = "channels are chosen"
@@ -191,13 +201,12 @@ class Engine:
             if self._graphs is not None:
                 self._graphs.why_not = eager
             value = finish(self._loss_of(batch, ids))
-        elif self.features is not None and ids is not None and way.prefix:
+        elif ids is not None:
             value = self._take_cached(graphs, batch, ids, finish, part)
         else:
             prepare = partial(self._prepare, batch, None)
             value = self._captured(graphs, batch, lambda batch: finish(self._loss_of(batch, None)), part, prepare)
-        if self.features is not None:
-            self.missed = self.features.misses > misses
+        self.fills = self.features is not None and self.features.stored > stored
         return value
 
     def _captured(

@@ -20,8 +20,8 @@ class Features:
 
     When the limit is reached, what is in stays and the rest is left out: an epoch visits every sample in turn, so the oldest
     row is the one that comes next, and throwing it out would leave nothing to find. `bytes` is what is allocated for rows; the
-    table of ids takes about a hundred bytes a sample besides. `hits` counts the samples given back, `misses` those asked for
-    in vain: all of a batch, where one of it is not there.
+    table of ids takes about a hundred bytes a sample besides. `stored` counts the samples that were put in, `hits` those given
+    back, `misses` those asked for in vain: all of a batch, where one of it is not there.
 
     `half=True` keeps floats wider than two bytes in bfloat16, and gives them back in their own type, rounded to eight bits. Not
     float16: its range ends at 65504, and one activation beyond that would come back as infinity.
@@ -44,7 +44,7 @@ class Features:
         self.limit = _bytes(limit)
         self.half = half
         self.device = torch.device(device)
-        self.bytes = self.hits = self.misses = 0
+        self.bytes = self.stored = self.hits = self.misses = 0
         self._key: Hashable = None
         self._rows: tuple[_Row, ...] = ()
         self._at: dict[Hashable, int] = {}  # id → number of its row, counted through all chunks
@@ -120,6 +120,7 @@ class Features:
                 pool.narrow(0, start - chunk.start, count).copy_(some)
             self._at.update(zip(new[done : done + count], range(start, start + count), strict=True))
             done += count
+        self.stored += done
 
     def _room(self) -> int:
         """Rows that are free in the last chunk."""

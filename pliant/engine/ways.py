@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Way:
     """Which engines work together on a step; none of them: plain autograd.
 
-    >>> str(Way(lean=True, graphs=True)), str(Way())
-    ('lean+graphs', 'plain')
+    >>> str(Way(lean=True, graphs=True)), str(Way(prefix=True, cache=True)), str(Way())
+    ('lean+graphs', 'prefix, cache', 'plain')
     """
 
     lean: bool = False  # keeps only what the choice needs
-    prefix: bool = False  # what needs no gradient runs as inference, or comes from a cache
+    prefix: bool = False  # what needs no gradient runs as inference
     graphs: bool = False  # a step is one launch
+    cache: bool = False  # or rather, what needs no gradient is computed once for each sample
 
     def __str__(self) -> str:
-        return "+".join(field.name for field in fields(self) if getattr(self, field.name)) or "plain"
+        engines = "+".join(name for name in MODES if getattr(self, name)) or "plain"
+        return f"{engines}, cache" if self.cache else engines
 
 
-MODES = tuple(field.name for field in fields(Way))
+MODES = ("lean", "prefix", "graphs")
 
 
 def allowed(engine: str, *, memory_is_short: bool, cuda: bool, caches: bool) -> list[Way]:
     """The ways that steps may go, the simplest first: one that is named, or what "auto" may pick from.
 
     "auto-graphs" forbids one; "lean+prefix" forces two. Where memory is short there is no room for copies of weights that
-    inference likes better, nor for what a captured step holds on to. A cache is the prefix engine's.
+    inference likes better, nor for what a captured step holds on to. A cache is the prefix engine's; it comes first, so that
+    it fills before anything is compared with it.
 
     >>> [str(way) for way in allowed("auto", memory_is_short=False, cuda=True, caches=False)]
     ['plain', 'graphs', 'prefix+graphs']
@@ -42,19 +45,19 @@ def allowed(engine: str, *, memory_is_short: bool, cuda: bool, caches: bool) -> 
             f"'lean+graphs'; 'auto-graphs' leaves one out."
         )
     if first != "auto":
-        return [Way(**dict.fromkeys(named, True))]
+        return [Way(**dict.fromkeys(named, True), cache=caches and "prefix" in named)]
     may = {name: name not in named for name in MODES}
+    caches = caches and may["prefix"]
     if memory_is_short:
-        return [Way(lean=may["lean"], prefix=caches and may["prefix"])]
-    if caches and may["prefix"]:
-        return [Way(prefix=True, graphs=cuda and may["graphs"])]
+        return [Way(lean=may["lean"], prefix=caches, cache=caches)]
     ways = [Way()]
     if cuda:
         ways += [Way(graphs=True), Way(prefix=True, graphs=True), Way(prefix=True)]
         ways = ways[:3] if may["graphs"] else ways
     else:
         ways += [Way(prefix=True), Way(lean=True), Way(lean=True, prefix=True)]
-    return [way for way in ways if all(may[name] or not on for name, on in zip(MODES, astuple(way), strict=True))]
+    ways = [way for way in ways if all(may[name] or not getattr(way, name) for name in MODES)]
+    return [Way(prefix=True, graphs=cuda and may["graphs"], cache=True), *ways] if caches else ways
 
 
 class Race:
