@@ -36,6 +36,7 @@ import itertools
 import math
 import statistics
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
@@ -94,6 +95,8 @@ def cell(
     )
     if adapted.predictions is None:
         raise SystemExit("no prediction was made.")
+    units = adapted.selection.units if adapted.selection is not None else ()
+    groups = Counter(unit.name.split("[")[0] for unit in units if "[" in unit.name)  # of channels, by layer
     right = (adapted.predictions == task.query.labels.cpu()).float().mean()
     return {
         "backbone": backbone,
@@ -105,7 +108,7 @@ def cell(
         "accuracy": float(right),
         "ways": len(task.support.classes),
         "support": len(task.support),
-        "chosen": None if adapted.selection is None else [unit.name for unit in adapted.selection.units],
+        "chosen": dict(groups),
         "seconds": time.perf_counter() - begun,
     }
 
@@ -173,26 +176,36 @@ def rates_of(
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: mean accuracy and its 95 % interval by domain, and over all domains; beside it the paper's."""
+    """Markdown: mean accuracy and its 95 % interval by domain, and over all domains; beside it the paper's.
+
+    Tasks differ more than methods do, and every method has the same ones: `against full` is the mean of the differences task by
+    task, with an interval of its own.
+    """
     lines: list[str] = []
     cells = [c for c in cells if c["task"] >= 0]
     for backbone, begin in dict.fromkeys((c["backbone"], c["start"]) for c in cells):
         mine = [c for c in cells if (c["backbone"], c["start"]) == (backbone, begin)]
-        domains = list(dict.fromkeys(c["domain"] for c in mine))
+        domains = [name for name in shared.DOMAINS if any(c["domain"] == name for c in mine)]
         tasks = max(sum((c["domain"], c["method"]) == (d, mine[0]["method"]) for c in mine) for d in domains)
         lines += [
             f"### {backbone}, from {begin}, {tasks} tasks per domain",
             "",
-            f"| method | {' | '.join(domains)} | all domains | the paper, other domains | lr | seconds per task |",
-            "|" + "---|" * (len(domains) + 5),
+            f"| method | {' | '.join(domains)} | all domains | against full | the paper, other domains | lr | seconds a task |",
+            "|" + "---|" * (len(domains) + 6),
         ]
-        for method in dict.fromkeys(c["method"] for c in mine):
+        full = {(c["domain"], c["task"]): c["accuracy"] for c in mine if c["method"] == "full"}
+        for method in [name for name in shared.METHODS if any(c["method"] == name for c in mine)]:
             runs = [c for c in mine if c["method"] == method]
             by_domain = [[100 * c["accuracy"] for c in runs if c["domain"] == d] for d in domains]
             row = [_interval(some) for some in by_domain]
+            pairs = [
+                [100 * (c["accuracy"] - full[d, c["task"]]) for c in runs if c["domain"] == d and (d, c["task"]) in full]
+                for d in domains
+            ]
+            against = "" if method == "full" or not all(pairs) else _over_domains(pairs, "+")
             paper = PUBLISHED[backbone].get(method, "")
             lines.append(
-                f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {paper} "
+                f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {against} | {paper} "
                 f"| {' '.join(f'{lr:g}' for lr in sorted({c['lr'] for c in runs}))} "
                 f"| {statistics.mean(c['seconds'] for c in runs):.1f} |"
             )
@@ -206,12 +219,12 @@ def _interval(values: list[float]) -> str:
     return f"{statistics.mean(values):.1f} ± {1.96 * statistics.stdev(values) / math.sqrt(len(values)):.1f}"
 
 
-def _over_domains(by_domain: list[list[float]]) -> str:
+def _over_domains(by_domain: list[list[float]], sign: str = "") -> str:
     """The mean over domains; its interval is that of the mean of their means."""
     if min(map(len, by_domain)) < 2:
-        return f"{statistics.mean(statistics.mean(some) for some in by_domain if some):.1f}"
+        return f"{statistics.mean(statistics.mean(some) for some in by_domain if some):{sign}.1f}"
     spread = math.sqrt(sum(statistics.variance(some) / len(some) for some in by_domain)) / len(by_domain)
-    return f"{statistics.mean(map(statistics.mean, by_domain)):.1f} ± {1.96 * spread:.1f}"
+    return f"{statistics.mean(map(statistics.mean, by_domain)):{sign}.1f} ± {1.96 * spread:.1f}"
 
 
 # ---------------------------------------------------------------- main

@@ -43,10 +43,16 @@ def save(path: Path, setting: dict[str, Any], cells: list[dict[str, Any]], table
     """Write both files aside, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"setting": setting, "where": where(setting.get("device", "cpu")), "cells": cells}
-    for target, text in ((path, json.dumps(content, indent=1)), (path.with_suffix(".md"), heading(content) + table)):
+    for target, text in ((path, dumps(content)), (path.with_suffix(".md"), heading(content) + table)):
         aside = target.with_name(target.name + ".tmp")
         aside.write_text(text)
         os.replace(aside, target)
+
+
+def dumps(content: dict[str, Any]) -> str:
+    """JSON with one cell to a line."""
+    head = json.dumps({name: part for name, part in content.items() if name != "cells"}, indent=1).removesuffix("\n}")
+    return f'{head},\n "cells": [\n' + ",\n".join(json.dumps(cell) for cell in content["cells"]) + "\n ]\n}\n"
 
 
 def where(device: str = "cpu") -> dict[str, Any]:
