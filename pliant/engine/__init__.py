@@ -95,7 +95,7 @@ class Engine:
         return self.way.cache and "cache" not in self._prefix.reasons
 
     def see(self, seconds: Callable[[], float]) -> bool:
-        """A step of ours took so long; tells whether it is known now which way is the fastest. A cache that is not on it goes."""
+        """A step of ours took so long; tells whether the fastest way is known now. A cache that is not on it is emptied."""
         over = self.race.see(seconds)
         if over and self.features is not None and not self.way.cache:
             self.features.clear()
