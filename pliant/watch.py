@@ -25,12 +25,14 @@ _REST = 10  # times as long as an answer took to make, a page waits with its nex
 
 
 class Live:
-    """One run's log, read again when it has grown."""
+    """One run's log, read on when it has grown, and drawn once for all who look."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
-        self.log = report.log_of(run)
+        self._tail = report.Tail(run)
+        self.log = self._tail.log
         self._lock = Lock()
-        self._stamp, self._run = "", report.load(self.log)
+        self._stamp, self._run = "", self._tail.read()
+        self._drawn = "", ""  # the stamp of what was drawn, and it
 
     def read(self) -> tuple[str, Run]:
         """The run as it is now, and a stamp that changes with it."""
@@ -39,10 +41,16 @@ class Live:
                 status = self.log.stat()
             except OSError as error:
                 raise LogError(f"{os.fspath(self.log)!r} cannot be read: {error.strerror}.") from error
-            stamp = f"{status.st_mtime_ns}-{status.st_size}"
+            stamp = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
             if stamp != self._stamp:
-                self._run, self._stamp = report.load(self.log), stamp
+                self._run, self._stamp = self._tail.read(), stamp
             return self._stamp, self._run
+
+    def _body(self, stamp: str, run: Run) -> str:
+        with self._lock:
+            if self._drawn[0] != stamp:
+                self._drawn = stamp, report.body([run])
+            return self._drawn[1]
 
     def page(self) -> str:
         return report.page([self.read()[1]], live=True)
@@ -57,7 +65,7 @@ class Live:
         said = "finished" if run.ended else f"live, step {run.steps[-1].number}" if run.steps else "live"
         out: dict[str, str | float] = {"stamp": stamp, "said": said}
         if stamp != since:
-            out["main"] = report.body([run])
+            out["main"] = self._body(stamp, run)
         return {**out, "wait": max(_LEAST_WAIT, _REST * (time.monotonic() - start))}
 
 

@@ -410,7 +410,7 @@ def test_the_command_prints_text_and_markdown(folder: Path, tmp_path: Path) -> N
 
 def test_the_command_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:
     shown = run_cli(cli.app, ["report", str(tmp_path)])
-    assert shown.exit_code == 1 and "no run.jsonl" in " ".join(shown.output.split())
+    assert shown.exit_code == 2 and "no run.jsonl" in " ".join(shown.output.split())
     assert run_cli(cli.app, ["report"]).exit_code == 2
     assert run_cli(cli.app, ["report", str(folder), "--format", "pdf"]).exit_code == 2
     made = tmp_path / "new" / "folder.html"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pytest
 from runlogs import BAD, hostile, train
 from typer.testing import CliRunner
 
-from pliant import PliantError, cli, runlog, watch
+from pliant import PliantError, cli, report, runlog, watch
 from pliant.report import LogError
 
 
@@ -81,6 +82,115 @@ def test_news_come_when_the_log_has_grown(tmp_path: Path) -> None:
         assert get(server, "/")[0] == 503
 
 
+# ---------------------------------------------------------------- only what was appended
+
+
+def halves(run: Path, tmp_path: Path) -> tuple[Path, bytes, bytes]:
+    """A log that holds the first half of a run's lines, and both halves."""
+    lines = (run / "run.jsonl").read_bytes().splitlines(keepends=True)
+    middle = len(lines) // 2
+    log = tmp_path / "half.jsonl"
+    log.write_bytes(b"".join(lines[:middle]))
+    return log, b"".join(lines[:middle]), b"".join(lines[middle:])
+
+
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The lines that are taken apart from now on."""
+    seen: list[bytes] = []
+    loads = json.loads
+    monkeypatch.setattr("pliant.report.reading.json.loads", lambda line: seen.append(line) or loads(line))
+    return seen
+
+
+def test_only_what_was_appended_is_read_and_it_tells_the_same(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, _, second = halves(run, tmp_path)
+    tail = report.Tail(log)
+    assert tail.read() == report.load(log)
+    seen = decoded(monkeypatch)
+    for line in second.splitlines(keepends=True):
+        with open(log, "ab") as file:
+            file.write(line)
+        now = tail.read()
+        assert seen == [line]
+        assert now == report.load(log)
+        seen.clear()
+    assert tail.read() == report.load(log) and len(report.load(log).steps) == 6
+
+
+def test_half_a_line_waits_for_the_rest_of_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, first, second = halves(run, tmp_path)
+    tail = report.Tail(log)
+    before = tail.read()
+    whole = second.splitlines(keepends=True)[0]
+    log.write_bytes(first + whole[:-7])
+    seen = decoded(monkeypatch)
+    waiting = tail.read()
+    assert waiting.torn and replace(waiting, torn=False) == before and seen == []
+    log.write_bytes(first + whole)
+    assert not tail.read().torn and seen == [whole]
+
+
+@pytest.mark.parametrize("how", ["truncated", "rewritten", "longer", "replaced"])
+def test_a_log_that_was_truncated_or_replaced_is_read_anew(run: Path, tmp_path: Path, how: str) -> None:
+    log, first, second = halves(run, tmp_path)
+    log.write_bytes(first + second)
+    tail = report.Tail(log)
+    tail.read()
+    other = (train(tmp_path / "other", 9) / "run.jsonl").read_bytes()
+    if how == "truncated":
+        log.write_bytes(first)
+    elif how == "rewritten":
+        log.write_bytes(other[: other.rindex(b"\n", 0, len(first)) + 1])
+    elif how == "longer":
+        assert len(other) > len(first + second)
+        log.write_bytes(other)
+    else:
+        (tmp_path / "aside").write_bytes(first + second.replace(b'"step": 6', b'"step": 7'))
+        os.replace(tmp_path / "aside", log)
+    assert tail.read() == report.load(log)
+    with open(log, "ab") as file:
+        file.write(b'{"event": "note", "step": 9, "text": "goes on"}\n')
+    assert tail.read().notes[-1] == (9, "goes on") and tail.read() == report.load(log)
+
+
+def test_a_second_run_in_the_same_file_takes_over_whatever_was_wrong_before(run: Path, tmp_path: Path) -> None:
+    log, first, second = halves(run, tmp_path)
+    tail = report.Tail(log)
+    tail.read()
+    with open(log, "ab") as file:
+        file.write(b'{"event": "step", "step": "odd"}\n')
+    for _ in range(2):
+        with pytest.raises(LogError, match=f"line {len(first.splitlines()) + 1}: not a line of a run log"):
+            tail.read()
+    with open(log, "ab") as file:
+        file.write(first + second)
+    assert tail.read() == report.load(log) and tail.read().earlier == 1
+
+
+def test_a_log_that_was_gone_for_a_while_is_read_again(run: Path, tmp_path: Path) -> None:
+    log, first, _ = halves(run, tmp_path)
+    tail = report.Tail(log)
+    before = tail.read()
+    log.unlink()
+    with pytest.raises(LogError, match="cannot be read"):
+        tail.read()
+    log.write_bytes(first)
+    assert tail.read() == before
+
+
+def test_the_page_is_drawn_once_for_all_who_look(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, _, second = halves(run, tmp_path)
+    live, draw, times = watch.Live(log), report.body, list[int]()
+    monkeypatch.setattr(report, "body", lambda runs: times.append(1) or draw(runs))
+    one, two = live.news(""), live.news("")
+    assert one["main"] == two["main"] and len(times) == 1
+    with open(log, "ab") as file:
+        file.write(second)
+    assert live.news(str(one["stamp"]))["main"] != one["main"] and len(times) == 2
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -136,7 +246,7 @@ def test_what_cannot_be_watched_is_told(tmp_path: Path, server: ThreadingHTTPSer
     with pytest.raises(PliantError, match="cannot be had"):
         watch.server(run, server.server_port)
     shown = CliRunner().invoke(cli.app, ["watch", str(tmp_path)])
-    assert shown.exit_code == 1 and "no run.jsonl" in " ".join(shown.output.split())
+    assert shown.exit_code == 2 and "no run.jsonl" in " ".join(shown.output.split())
     assert "Example: pliant watch" in CliRunner().invoke(cli.app, ["watch", "--help"]).output
 
 

@@ -13,9 +13,10 @@ from pliant import markup
 from pliant.markup import Table
 from pliant.report import tables
 from pliant.report.page import body, page, policy
-from pliant.report.run import LogError, Run, load, log_of, named
+from pliant.report.reading import LogError, Tail, load, log_of, named
+from pliant.report.run import Run
 
-__all__ = ["LogError", "Run", "body", "load", "log_of", "markdown", "named", "page", "policy", "text"]
+__all__ = ["LogError", "Run", "Tail", "body", "load", "log_of", "markdown", "named", "page", "policy", "text"]
 
 
 def markdown(runs: Sequence[Run]) -> str:

@@ -1,25 +1,14 @@
-"""A run log as it is on disk → one run: what was chosen, step by step, without what a resumed run did over."""
+"""One run as a report tells of it: what was chosen, step by step, and what it cost."""
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from statistics import median
-from typing import Any
 
-from pliant import runlog
 from pliant.roofline import Peaks, Row
-from pliant.types import Cost, PliantError, Selection, Unit
-
-LOG = "run.jsonl"  # its name inside a run's folder
-
-
-class LogError(PliantError, ValueError):
-    """A log that is not there, or is none of a run."""
+from pliant.types import Cost, Selection
 
 
 @dataclass(frozen=True)
@@ -117,6 +106,7 @@ class Run:
     evaluations: tuple[Evaluation, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()
     roof: Roof | None = None
+    no_roof: str = ""  # why there is none
     resumed: tuple[int, ...] = ()  # the steps that it went on from
     resident: int | None = None  # the most that the process was seen to take up
     ended: bool = False
@@ -211,204 +201,3 @@ def blocks(units: Sequence[str]) -> list[tuple[str, list[str]]]:
         else:
             out.append((block, [name]))
     return out
-
-
-# ---------------------------------------------------------------- reading
-
-
-def log_of(run: str | os.PathLike[str]) -> Path:
-    """Where the log of a run is: the run's folder, or the log itself, may be given."""
-    given = Path(run)
-    log = given / LOG if given.is_dir() else given
-    if not log.is_file():
-        what = f"there is no {LOG} in the folder {os.fspath(given)!r}" if log != given else f"there is no {os.fspath(given)!r}"
-        raise LogError(f"{what}. Give a run's folder or its log: what Session(log=…) writes.")
-    return log
-
-
-def load(run: str | os.PathLike[str]) -> Run:
-    """Read a run's log up to its last whole line."""
-    log = log_of(run)
-    try:
-        lines = list(runlog.read(log))
-        torn = _is_torn(log)
-    except OSError as error:
-        raise LogError(f"{os.fspath(log)!r} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise LogError(f"{os.fspath(log)!r} is not a run log: it holds no text. Give what Session(log=…) writes.") from error
-    except (ValueError, RecursionError) as error:  # no JSON
-        raise LogError(f"{os.fspath(log)!r} is not a run log: {error}") from error
-    if not lines:
-        state = "holds no whole line" if torn else "is empty"
-        raise LogError(f"{os.fspath(log)!r} {state}: the run told nothing yet. Try again after its first step.")
-    name = log.resolve().parent.name if log.name == LOG else log.stem
-    return replace(parse(lines, name, os.fspath(log)), torn=torn)
-
-
-def _is_torn(log: Path) -> bool:
-    with open(log, "rb") as file:
-        if not file.seek(0, os.SEEK_END):
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
-
-
-def named(runs: Iterable[Run]) -> list[Run]:
-    """The runs, told apart where several have one name."""
-    out: list[Run] = []
-    for run in runs:
-        same = sum(other.name == run.name or other.name.startswith(f"{run.name} (") for other in out)
-        out.append(replace(run, name=f"{run.name} ({same + 1})") if same else run)
-    return out
-
-
-def parse(lines: Sequence[Any], name: str, where: str = "the log") -> Run:
-    """The run that these lines tell of: the last one, where several stand in one file."""
-    if not any(isinstance(line, dict) and line.get("event") in ("start", "round", "resume") for line in lines):
-        if any(isinstance(line, dict) and "event" in line for line in lines):
-            raise LogError(
-                f"{where!r} does not say what was chosen: the run told too little yet. Try again after its first step."
-            )
-        raise LogError(f"{where!r} is not a run log: no line in it says what was chosen. Give what Session(log=…) writes.")
-    starts = [i for i, line in enumerate(lines) if isinstance(line, dict) and line.get("event") == "start"]
-    earlier = max(len(starts) - 1, 0)
-    first = starts[-1] if earlier else 0
-    reading = _Reading()
-    for number, line in enumerate(lines[first:], first + 1):
-        try:
-            reading.see(line)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise LogError(f"{where!r}, line {number}: not a line of a run log ({reason}).") from error
-    return replace(reading.run(), name=name, earlier=earlier)
-
-
-class _Reading:
-    """Collects lines. A resumed run goes on from a checkpoint: what the log holds beyond it was done over."""
-
-    def __init__(self) -> None:
-        self.start = Start()
-        self.chosen: list[Chosen] = []
-        self.steps: list[Step] = []
-        self.peaks: list[tuple[int, int]] = []
-        self.evaluations: list[Evaluation] = []
-        self.notes: list[tuple[int, str]] = []
-        self.resumed: list[int] = []
-        self.roof: Roof | None = None
-        self.resident: int | None = None
-        self.ended = False
-
-    def see(self, line: Any) -> None:
-        """Take in one line; events that are not known are passed over."""
-        event = line["event"]
-        self.ended = self.ended and event not in ("step", "round", "resume")
-        if line.get("resident") is not None:
-            self.resident = max(self.resident or 0, int(_number(line["resident"])))
-        if event == "start":
-            self.start = _start(line)
-        elif event == "round":
-            self.chosen.append(_chosen(line))
-        elif event == "step":
-            self.steps.append(Step(int(line["step"]), _maybe(line["loss"]), _maybe(line["seconds"])))
-        elif event == "memory":
-            self.peaks.append((int(line["step"]), int(_number(line["measured"]))))
-        elif event == "evaluated":
-            scores = _maybe(line.get("accuracy")), _maybe(line.get("loss"))
-            self.evaluations.append(Evaluation(int(line["step"]), str(line.get("split", "validation")), *scores))
-        elif event == "note":
-            self.notes.append((int(line["step"]), str(line["text"])))
-        elif event == "roofline":
-            self.roof = _roof(line)
-        elif event == "resume":
-            self._go_back(int(line["step"]))
-        elif event == "end":
-            self.ended = True
-
-    def _go_back(self, step: int) -> None:
-        self.resumed.append(step)
-        self.chosen = [each for each in self.chosen if each.selection.step < step]  # the choice at a step comes after it
-        self.steps = [each for each in self.steps if each.number <= step]
-        self.peaks = [each for each in self.peaks if each[0] <= step]
-        self.evaluations = [each for each in self.evaluations if each.step <= step]
-        self.notes = [each for each in self.notes if each[0] <= step]
-
-    def run(self) -> Run:
-        begins = [each.selection.step for each in self.chosen]
-        spans: list[list[Step]] = [[] for _ in range(len(begins) + 1)]
-        for step in self.steps:
-            spans[bisect_right(begins, step.number - 1)].append(step)
-        chosen = list(self.chosen)
-        for i, each in enumerate(chosen):
-            until = begins[i + 1] if i + 1 < len(begins) else float("inf")
-            peaks = [size for step, size in self.peaks if begins[i] < step <= until]
-            chosen[i] = replace(each, steps=tuple(spans[i + 1]), bytes=max(peaks, default=None))
-        return Run(
-            name="",
-            start=self.start,
-            chosen=tuple(chosen),
-            loose=tuple(spans[0]),
-            evaluations=tuple(self.evaluations),
-            notes=tuple(self.notes),
-            roof=self.roof,
-            resumed=tuple(self.resumed),
-            resident=self.resident,
-            ended=self.ended,
-        )
-
-
-def _start(line: Mapping[str, Any]) -> Start:
-    said = {key: line[key] for key in ("policy", "when", "signal", "engine", "seed") if key in line}
-    origin = {
-        key: line["origin"][key] for key in ("device", "threads", "batch", "dtype", "torch", "taken") if key in line["origin"]
-    }
-    return Start(
-        facts={key: str(value) for key, value in {**said, **origin, "pliant": line.get("pliant", "")}.items()},
-        full=_cost(line["full"]),
-        units=tuple(reversed([str(name) for name in line["units"]])),
-        costs={str(name): _cost(cost) for name, cost in line.get("costs", {}).items()},
-        split={str(part): _cost(cost) for part, cost in line.get("split", {}).items()},
-        checks=tuple((_number(a), _number(b), _number(c)) for a, b, c in line.get("checks", ())),
-        coverage=_maybe(line.get("coverage")),
-        uncounted=tuple(str(name) for name in line.get("uncounted", ())),
-        profiling_seconds=_maybe(line.get("profiling_seconds")),
-    )
-
-
-def _chosen(line: Mapping[str, Any]) -> Chosen:
-    selection = Selection(
-        units=tuple(Unit.from_json(unit) for unit in line["units"]),
-        cost=_cost(line["cost"]),
-        limit={str(name): _number(amount) for name, amount in line["limit"].items() if amount is not None},
-        value=_maybe(line["value"]) or 0.0,
-        round=int(line["round"]),
-        step=int(line["step"]),
-        full=_cost(line["full"]),
-        values={str(name): _number(value) for name, value in line["values"].items() if value is not None},
-        asked={str(name): _number(amount) for name, amount in line["asked"].items() if amount is not None},
-    )
-    split = {str(part): _cost(cost) for part, cost in line.get("split", {}).items()}
-    return Chosen(selection, split, _maybe(line.get("choosing_seconds")) or 0.0)
-
-
-def _roof(line: Mapping[str, Any]) -> Roof:
-    rows = (
-        Row(str(u["name"]), _number(u["seconds"]), int(_number(u["macs"])), int(_number(u["moved"]))) for u in line["units"]
-    )
-    return Roof(Peaks.from_json(line["peaks"]), tuple(rows))
-
-
-def _cost(data: Mapping[str, Any]) -> Cost:
-    joules = _maybe(data.get("joules"))
-    return Cost(_number(data["seconds"]), int(_number(data["bytes"])), int(_number(data["macs"])), joules)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is no number")
-    if not abs(value) < 1e300:  # no sum of a few is infinite either
-        raise ValueError(f"{value!r} is out of range")
-    return float(value)
-
-
-def _maybe(value: Any) -> float | None:
-    return None if value is None else _number(value)

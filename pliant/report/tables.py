@@ -208,7 +208,7 @@ def gaps(run: Run) -> list[str]:
     if run.start.uncounted:
         out.append(f"Operations whose multiply-accumulates are not known: {', '.join(run.start.uncounted)}.")
     if run.roof is None:
-        out.append("Roofline: not in the log.")
+        out.append(f"Roofline: {run.no_roof or 'not in the log'}.")
     out.append("Training time holds profiling, choosing and steps; loading data and evaluating are not in it.")
     return out
 
