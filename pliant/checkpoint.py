@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch import nn
 from pliant import __version__
 from pliant.apply import rng_states, set_rng_states
 from pliant.types import write_aside
+
+_PARTS = ("model", "optimizer", "session", "random")
 
 
 def save(
@@ -70,11 +71,11 @@ def read(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     """A whole checkpoint of this model and optimizer, or an error; nothing is changed yet."""
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, PermissionError, MemoryError):
         raise
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file makes its reader stumble in any way
         raise ValueError(f"{os.fspath(path)!r} is not a whole checkpoint that Session.save wrote.") from error
-    if not isinstance(saved, dict) or not {"model", "optimizer", "scaler", "session", "random"} <= set(saved):
+    if not isinstance(saved, dict) or any(not isinstance(saved.get(key), dict) for key in _PARTS) or "scaler" not in saved:
         raise ValueError(f"{os.fspath(path)!r} is not a checkpoint that Session.save wrote.")
     there = {name: tuple(t.shape) for name, t in saved["model"].items() if isinstance(t, torch.Tensor)}
     here = {name: tuple(t.shape) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
@@ -83,7 +84,10 @@ def read(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         raise ValueError(
             f"{os.fspath(path)!r} is of another model: {name!r} is {there.get(name)} there, {here.get(name)} here."
         )
-    groups = [[len(g["params"]) for g in o["param_groups"]] for o in (saved["optimizer"], optimizer.state_dict())]
+    try:
+        groups = [[len(g["params"]) for g in o["param_groups"]] for o in (saved["optimizer"], optimizer.state_dict())]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is damaged: it does not say what its optimizer steps.") from error
     if groups[0] != groups[1]:
         raise ValueError(
             f"{os.fspath(path)!r} is of another optimizer: it has groups of {groups[0]} parameters, not {groups[1]}."

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pliant import folder, task
+import torch
+
+from pliant import folder, roofline, task
 from pliant.task import TaskError
 from pliant.train import Options
 from pliant.types import write_aside
@@ -145,9 +148,12 @@ def compare(
             done += 1
             if watch is not None:
                 watch(row, done, len(run))
+        left = [cell for cell in run if cell not in rows]
+        if left:
+            _prepare(base, threads)
         pool, running = ThreadPoolExecutor(jobs), _Running(threads)
         try:
-            for row in pool.map(lambda cell: running.run(place, cell, base), [cell for cell in run if cell not in rows]):
+            for row in pool.map(lambda cell: running.run(place, cell, base), left):
                 rows[row.cell] = row
                 done += 1
                 if watch is not None:
@@ -158,6 +164,30 @@ def compare(
         found = summary([rows[cell] for cell in run], reference)
         write_aside(place / "comparison.json", json.dumps(found.to_json(), indent=1).encode())
     return found
+
+
+def _prepare(base: Options, threads: int) -> None:
+    """What every cell would stumble over is told once, before any begins. And a CPU's peaks are measured if nobody has yet:
+    cells would do so side by side, and each disturb the other."""
+    if torch.cuda.is_available() and base.device.startswith(("auto", "cuda")):
+        return  # a GPU is the cells' alone
+    with torch.random.fork_rng(devices=[]):
+        task.load(
+            base.model,
+            base.data,
+            size=base.size,
+            seed=0,
+            device=base.device,
+            scratch=base.scratch,
+            validation=base.validation,
+        )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with suppress(RuntimeError):  # then a cell's log says why it has none
+            roofline.peaks("cpu")
+    finally:
+        torch.set_num_threads(before)
 
 
 def _options(base: Options, cell: Cell, place: Path) -> Options:

@@ -107,11 +107,21 @@ def survey(
 
     The measurement leaves no trace.
     """
-    first = next(model.parameters())
     profile = timed(model, optimizer, loss, batch)
-    with sandbox(model):
-        graph = read(model, loss, batch)
-    found = (units or kinds.layers())(graph)
-    found = tuple(unit for unit in found if not set(unit.params) <= set(graph.unused))
-    device_peaks = peaks_of or peaks(first.device, first.dtype)
-    return Survey(profile, found, tuple(rows(graph, profile, found)), device_peaks)
+    return Sketch(model, loss, batch, units).survey(profile, peaks_of)
+
+
+class Sketch:
+    """What a survey needs besides a profile: one forward pass of the model as it is now. Leaves no trace."""
+
+    def __init__(self, model: nn.Module, loss: Loss, batch: Any, units: kinds.Units | None = None) -> None:
+        self._first = next(model.parameters())
+        with sandbox(model):
+            self._graph = read(model, loss, batch)
+        found = (units or kinds.layers())(self._graph)
+        self._units = tuple(unit for unit in found if not set(unit.params) <= set(self._graph.unused))
+
+    def survey(self, profile: Profile, peaks_of: Peaks | None = None) -> Survey:
+        """With what was measured meanwhile, against the peaks of this device if no others are given."""
+        found = peaks_of or peaks(self._first.device, self._first.dtype)
+        return Survey(profile, self._units, tuple(rows(self._graph, profile, self._units)), found)

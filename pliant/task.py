@@ -16,9 +16,10 @@ from torch import nn
 
 from pliant import data, images, models, recipes
 from pliant.budget import Amount
+from pliant.graph import trainable
 from pliant.policy import Policy
 from pliant.session import Session
-from pliant.types import PliantError, nearest
+from pliant.types import PliantError, match, nearest
 
 RECIPES: dict[str, Callable[..., Policy]] = {
     name: recipe
@@ -262,6 +263,16 @@ def _known(recipe: str) -> str:
     if name not in RECIPES:
         raise TaskError(f"no recipe {name!r}.{nearest(name, RECIPES)} There are {', '.join(RECIPES)}.")
     return name
+
+
+def check_names(recipe: str, model: nn.Module) -> None:
+    """Names to train (`only:GLOB,GLOB`) that are none of the model's are told before anything is measured."""
+    name, _, globs = recipe.partition(":")
+    if name == "only":
+        try:
+            match(list(trainable(model)), filter(None, globs.split(",")))
+        except ValueError as error:
+            raise TaskError(f"recipe={recipe!r}: {error}") from error
 
 
 def budgets(recipe: str) -> tuple[str, ...]:

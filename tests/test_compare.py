@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from pliant import PliantError, cli, compare
 from pliant.compare import Cell, Row, cells, front, summary
+from pliant.roofline import Peaks
 from pliant.train import Options, train
 
+PEAKS = Peaks(4e10, 1e10, "cpu", "float32", 1)
 run = CliRunner().invoke
 BASE = Options(model=tiny.MODEL, data=tiny.DATA, size=8, batch=8, epochs=1, scratch=True, device="cpu", evaluate_every=4)
 
@@ -31,6 +34,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     yield tmp_path
     tiny.forget()
+
+
+@pytest.fixture(autouse=True)
+def known_peaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's own cache is read or written, and no device is measured for it."""
+    monkeypatch.setenv("PLIANT_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr("pliant.roofline.measured", lambda *_: PEAKS)
 
 
 def result(accuracy: float, seconds: float, at: tuple[tuple[float, float], ...] = (), **other: Any) -> dict[str, Any]:
@@ -135,6 +145,27 @@ def test_a_comparison_runs_goes_on_and_records_what_fails(place: Path) -> None:
         compare.compare(Options(**{**vars(BASE), "lr": 1.0}), made[:1], "out")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"model": "tiny_net:ten"}, "4 classes need"), ({"data": "nowhere"}, "no data"), ({"device": "gpu"}, "is no device")],
+)
+def test_what_every_cell_would_stumble_over_is_told_before_any_begins(place: Path, wrong: dict[str, str], said: str) -> None:
+    with pytest.raises(PliantError, match=said):
+        compare.compare(replace(BASE, **wrong), cells(["full"], [], [0]), "out")  # type: ignore[arg-type]
+    assert not list((place / "out/cells").iterdir()) and not (place / "out/runs").exists()
+
+
+def test_peaks_are_measured_once_before_cells_share_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr("pliant.roofline.measured", lambda *_: measured.append(torch.get_num_threads()) or PEAKS)
+    monkeypatch.setenv("PLIANT_CACHE", str(place / "another cache"))
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    made = compare.compare(BASE, cells(["last"], [("time", "1.0")], [0]), "out", threads=1)
+    assert measured == [1] and torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), random)
+    told = [json.loads(line) for line in (place / f"out/runs/{made.rows[0].cell.name}/run.jsonl").read_text().splitlines()]
+    assert [line["peaks"]["flops"] for line in told if line["event"] == "roofline"] == [PEAKS.flops]
+
+
 def test_a_cell_that_was_cut_off_is_resumed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = cells(["full"], [], [0])
     counted: list[int] = []
@@ -170,7 +201,7 @@ def test_the_command_prints_a_table_and_json(place: Path, monkeypatch: pytest.Mo
 
 def test_bad_input_is_told(place: Path) -> None:
     shown = run(cli.app, ["compare", "--recipe", "plaint"])
-    assert shown.exit_code == 1 and "Did you mean 'pliant'" in " ".join(shown.output.split())
+    assert shown.exit_code == 2 and "Did you mean 'pliant'" in " ".join(shown.output.split())
     (place / "file").write_text("")
     shown = run(cli.app, ["compare", "--out", "file/x"])
     assert shown.exit_code == 1 and "cannot write into" in shown.output

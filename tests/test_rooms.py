@@ -100,10 +100,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"types", "runlog", "roofline", "markup"},
     "watch": {"types", "report"},
     "folder": {"types"},
-    "task": {"types", "budget", "policy", "recipes", "session", "data", "images", "models", "torch"},
-    "train": {"types", "budget", "engine", "measure", "energy", "checkpoint", "runlog", "session", "models", "torch"}
-    | {"folder", "task"},
-    "compare": {"types", "folder", "task", "train"},
+    "task": {"types", "graph", "budget", "policy", "recipes", "session", "data", "images", "models", "torch"},
+    "train": {"types", "budget", "policy", "engine", "measure", "energy", "checkpoint", "runlog", "session", "models", "torch"}
+    | {"folder", "task", "survey"},
+    "compare": {"types", "folder", "task", "train", "roofline", "torch"},
     "explain": {"types", "session"},
     "doctor": {"clock", "memory", "energy", "roofline", "recipes", "session", "torch"},
     "demo": {"session", "recipes", "measure", "data", "models", "task", "torch", "rich"},

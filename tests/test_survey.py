@@ -158,6 +158,6 @@ def test_the_command_takes_token_ids_and_speaks_json() -> None:
     assert {unit["name"] for unit in told["units"]} == {"0.weight", "1.weight", "1.bias"}
 
 
-def test_the_command_says_what_is_wrong_and_exits_with_one() -> None:
+def test_the_command_says_what_is_wrong_and_exits_with_two() -> None:
     done = CliRunner().invoke(app, ["profile", "nonsense"])
-    assert done.exit_code == 1 and "no model 'nonsense'" in done.output
+    assert done.exit_code == 2 and "no model 'nonsense'" in done.output

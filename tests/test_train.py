@@ -5,42 +5,52 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from oracle import on_steady_device
+from PIL import Image
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from pliant import BudgetError, PliantError, cli, folder, models, runlog, task
+from pliant import BudgetError, PliantError, Session, cli, folder, models, recipes, report, roofline, runlog, schedule, task
 from pliant.cli import live
+from pliant.engine.ways import Race
+from pliant.roofline import Peaks
 from pliant.train import Moment, Options, train
+from pliant.types import Part, Unit
 
 TINY: dict[str, Any] = {"model": tiny.MODEL, "data": tiny.DATA, "size": 8, "batch": 8, "epochs": 3, "device": "cpu"}
 TINY |= {"exact": True, "scratch": True, "validation": 0.4}
 FLAGS = [f"--{k}={v}" if v is not True else f"--{k}" for k, v in TINY.items()]
+PEAKS = Peaks(4e10, 1e10, "cpu", "float32", 1)
 run = CliRunner().invoke
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of one's own with a model and images in it; every step is told of."""
-    tiny.write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+def told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is told of."""
     monkeypatch.setattr("pliant.train.run._TELL_SECONDS", 0.0)
-    tiny.forget()
-    yield tmp_path
-    tiny.forget()
+
+
+@pytest.fixture(autouse=True)
+def known_peaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's own cache is read or written, and no device is measured for it."""
+    monkeypatch.setenv("PLIANT_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setattr("pliant.roofline.measured", lambda *_: PEAKS)
+    assert roofline.peaks("cpu") == PEAKS
 
 
 def at_step(number: int, then: Callable[[], None]) -> Callable[[Moment], None]:
@@ -139,14 +149,14 @@ def command(*flags: str, killed_at: int = 0) -> dict[str, Any] | None:
     return None if killed_at else json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("recipe", "macs"), [("full", None), ("pliant", "0.8")])
-def test_a_run_that_is_killed_in_mid_epoch_resumes_to_the_same_weights(recipe: str, macs: str | None) -> None:
-    flags = [*FLAGS, "--recipe", recipe, *(["--macs", macs] if macs else [])]
+@pytest.mark.parametrize(("recipe", "macs", "exact"), [("full", None, True), ("pliant", "0.8", False)])
+def test_a_run_that_is_killed_in_mid_epoch_resumes_to_the_same_weights(recipe: str, macs: str | None, exact: bool) -> None:
+    flags = [*(flag for flag in FLAGS if exact or flag != "--exact"), "--recipe", recipe, *(["--macs", macs] if macs else [])]
     whole = command(*flags, "--out", "whole")
     # The forward passes of a run end with evaluations and steps: counted backwards, this is amid the last epoch.
     counted: list[int] = []
     tiny.on_forward(counted.append)
-    train(Options(**TINY, recipe=recipe, macs=macs, out="counted"))
+    train(Options(**{**TINY, "exact": exact}, recipe=recipe, macs=macs, out="counted"))
     tiny.on_forward(None)
     command(*flags, "--out", "cut", killed_at=len(counted) - 4)
     resumed = command("--resume", "--out", "cut")
@@ -170,7 +180,7 @@ def test_ctrl_c_before_the_first_step_claims_nothing(monkeypatch: pytest.MonkeyP
 
 def test_what_cannot_run_here_is_said(tmp_path: Path) -> None:
     shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--engine", "prefix+graphs", "--out", "run"])
-    assert shown.exit_code == 1 and "captured on CUDA" in " ".join(shown.output.split())
+    assert shown.exit_code == 2 and "captured on CUDA" in " ".join(shown.output.split())
 
 
 def test_images_that_are_not_validated_with_are_trained_on() -> None:
@@ -188,6 +198,83 @@ def test_where_seconds_were_measured_they_are_taken_over() -> None:
     assert same(weights("a"), weights("b"))
     rounds = [[line["units"] for line in runlog.read(f"{out}/run.jsonl") if line["event"] == "round"] for out in "ab"]
     assert rounds[0] == rounds[1]
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "by default"])
+@pytest.mark.parametrize(("recipe", "budget"), [("full", {}), ("pliant", {"macs": "0.8"}), ("pliant", {"memory": "0.9"})])
+def test_where_no_time_is_asked_for_nothing_hangs_on_the_clock(
+    recipe: str, budget: dict[str, str], exact: bool, closed_loop: None, racing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever steps take, a run ends alike, cut off and resumed or not; with `exact` or without."""
+    options = {**TINY, "scratch": False, "exact": exact, "recipe": recipe, "evaluate_every": 5, **budget}
+
+    def wins(number: int) -> None:
+        """The engine that would be the fastest, were there a race."""
+
+        def see(race: Race, seconds: Callable[[], float]) -> bool:
+            race.winner = race.winner or race.ways[number]
+            return False
+
+        monkeypatch.setattr(Race, "see", see)
+
+    wins(0)
+    train(Options(**options, out="whole"))
+    wins(1)
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(Options(**options, out="cut"), at_step(17, power_cut))
+    train(Options.of_run("cut"))
+    assert same(weights("cut"), weights("whole")) and same(weights("cut", "best"), weights("whole", "best"))
+
+
+def test_a_resumed_run_measures_no_costs_and_goes_on_with_those_of_the_killed_one(
+    closed_loop: None, racing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs, corrections, values and plans, as they were when it was saved; the order of images and the rates come by step."""
+    monkeypatch.setattr("pliant.train.run._SAVE_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(Options(**{**TINY, "exact": False}, recipe="pliant", time="1.0", out="run"), at_step(13, power_cut))
+    held = torch.load("run/state.pt", weights_only=True)
+    assert held["session"]["step"] == 13 and held["session"]["feedback"]["rounds"][-1]["steps"] == 10
+    loaded: list[dict[str, Any]] = []
+    load = Session.load
+
+    def seen(session: Session, path: Any) -> Any:
+        beside = load(session, path)
+        loaded.append({**session.state_dict(), "torch": torch.get_rng_state()})
+        return beside
+
+    monkeypatch.setattr(Session, "load", seen)
+    monkeypatch.setattr(recipes, "timed", lambda *_, **__: pytest.fail("costs were measured again"))
+    train(Options.of_run("run"))
+    now, then = loaded[0], held["session"]
+    assert torch.equal(now.pop("torch"), held["random"]["cpu"])
+    for key in ("undo", "slices"):  # tensors
+        now.pop(key), then.pop(key)
+    for part in (now, then):
+        part["pace"].pop("elapsed")
+    assert now == then
+
+
+def test_with_a_time_budget_a_resumed_run_differs_by_nothing_but_what_steps_take(
+    closed_loop: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that takes as long for every step, it ends like one that was not stopped, corrections and all."""
+
+    def steady(time: Any, seed: int) -> Any:
+        return on_steady_device(recipes.pliant(time=time, seed=seed, when=schedule.every(steps=25)))
+
+    monkeypatch.setitem(task.RECIPES, "pliant", steady)
+    monkeypatch.setattr("pliant.clock.Laps.seconds", lambda laps, span: 5e-4)
+    monkeypatch.setattr("pliant.clock.Pace.may_correct", True)
+    monkeypatch.setattr("pliant.clock.Pace.pause", 0.0)
+    options = {**TINY, "exact": False, "recipe": "pliant", "time": "0.8", "evaluate_every": 5, "epochs": 6}
+    whole = train(Options(**options, out="whole"))
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(Options(**options, out="cut"), at_step(23, power_cut))
+    assert train(Options.of_run("cut")).rounds == whole.rounds
+    numbers = [one["number"] for one in whole.rounds]
+    assert len(set(numbers)) > 1 and len(numbers) > len(set(numbers))  # chosen anew, and corrected in between
+    assert same(weights("cut"), weights("whole"))
 
 
 def test_a_cut_before_the_first_save_resumes_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +327,26 @@ def test_a_torn_log_is_no_obstacle() -> None:
 def test_a_state_that_is_not_whole_is_told() -> None:
     train(Options(**TINY, recipe="full", out="run"))
     state = Path("run/state.pt")
-    state.write_bytes(state.read_bytes()[:200])
-    with pytest.raises(PliantError, match="cannot be resumed"):
+    good = state.read_bytes()
+    cut = [good[:n] for n in (0, 1, 200, len(good) // 2, len(good) - 1)]
+    pickled = good.index(b"param_groups")  # names in its index
+    spoilt = [good.replace(b"param_groups", b"param_gruops"), good[:pickled] + bytes(40) + good[pickled + 40 :], b"x" * 500]
+    for bad in (*cut, *spoilt):
+        state.write_bytes(bad)
+        with pytest.raises(PliantError, match=r"'run' cannot be resumed: .*state\.pt' is (not a|damaged)"):
+            train(Options.of_run("run"))
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "session", "random", "beside"])
+@pytest.mark.parametrize("spoilt", [None, {}, "text", "gone"])
+def test_a_state_whose_parts_are_not_whole_is_told(part: str, spoilt: Any) -> None:
+    train(Options(**{**TINY, "epochs": 1}, recipe="full", out="run"))
+    held = torch.load("run/state.pt", weights_only=True)
+    held[part] = spoilt
+    if spoilt == "gone":
+        del held[part]
+    torch.save(held, "run/state.pt")
+    with pytest.raises(PliantError, match=r"'run' cannot be resumed: .*(state\.pt'|not the state of)"):
         train(Options.of_run("run"))
 
 
@@ -321,12 +426,12 @@ def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_resuming_needs_a_run_and_the_same_options() -> None:
     shown = run(cli.app, ["train", "--resume"])
-    assert shown.exit_code == 1 and "which run" in shown.output
+    assert shown.exit_code == 2 and "which run" in shown.output
     shown = run(cli.app, ["train", "--resume", "--out", "nowhere"])
     assert shown.exit_code == 1 and "no run in" in shown.output and not Path("nowhere").exists()
     train(Options(**TINY, recipe="head", out="run"))
     shown = run(cli.app, ["train", "--resume", "--out", "run", "--recipe", "full"])
-    assert shown.exit_code == 1 and "recipe='head'" in " ".join(shown.output.split())
+    assert shown.exit_code == 2 and "recipe='head'" in " ".join(shown.output.split())
     Path("run/run.json").write_text("{}")
     shown = run(cli.app, ["train", "--resume", "--out", "run"])
     assert shown.exit_code == 1 and "not what a run" in shown.output
@@ -345,7 +450,6 @@ def test_resuming_needs_a_run_and_the_same_options() -> None:
         (["--model", "tiny_net:not_a_model"], "not a torch.nn.Module"),
         (["--model", "tiny_net:ten"], "4 classes need"),
         (["--model", "nowhere.safetensors"], "nowhere.safetensors"),
-        (["--model", "timm:resnet18"], "timm"),
         (["--data", "digit"], "Did you mean 'digits'?"),
         (["--data", "nowhere.npz"], "no file 'nowhere.npz'"),
         (["--device", "gpu"], "no device"),
@@ -356,13 +460,14 @@ def test_resuming_needs_a_run_and_the_same_options() -> None:
         (["--recipe", "only:head.*"], "no unit matches 'head.*'"),
         (["--batch", "1000"], "more than the"),
         (["--lr", "-1"], "learning rate"),
+        (["--validation", "0.7"], "validation=0.7"),
         (["--log-to", "paper"], "tensorboard"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_told_in_a_line_and_leaves_nothing(flags: list[str], said: str) -> None:
     shown = run(cli.app, ["train", *FLAGS, "--out", "run", *flags])
-    assert shown.exit_code == 1 and said in " ".join(shown.output.split()), shown.output
+    assert shown.exit_code == 2 and said in " ".join(shown.output.split()), shown.output
     assert not Path("run").exists()
 
 
@@ -377,12 +482,89 @@ def test_a_budget_below_the_floor_names_it_and_leaves_nothing() -> None:
     assert not Path("run").exists()
 
 
+def test_a_budget_just_below_the_floor_is_told_apart_from_it_and_the_floor_works() -> None:
+    """However near they are, the two numbers differ as they are printed, shares and amounts."""
+    asked = Options(**{**TINY, "epochs": 1}, recipe="pliant")
+    loaded = task.load(tiny.MODEL, tiny.DATA, size=8, seed=0, device="cpu", scratch=True, validation=0.4)
+    with task.session(loaded, task.policy("green_trainer", macs=1.0), batch=8, lr=0.1, scratch=True) as session:
+        session.before_step(next(loaded.batches(8, 0, 0)))
+        least = session.profile.cost([Unit("7", (Part("7.weight"), Part("7.bias")))]).macs  # the head, which always trains
+    with pytest.raises(BudgetError) as told:
+        train(replace(asked, macs=f"{least - 1}MAC", out="run"))
+    said = re.findall(r"macs=(\S+) \((\S+) KMAC\) is below the floor of (\S+) \((\S+) KMAC\)", str(told.value))[0]
+    assert float(said[0]) < float(said[2]) and float(said[1]) < float(said[3]), said
+    for floor in (f"{least}MAC", f"{said[3]}KMAC", said[2]):
+        assert train(replace(asked, macs=floor, out=f"run-{floor}")).evaluations[-1].step == 7
+
+
+def test_classes_without_images_to_validate_with_are_named() -> None:
+    for name, grey in (("dark", 20), ("light", 220), ("rare", 120), ("odd", 90)):
+        Path("photos", name).mkdir(parents=True)
+        for i in range(12 if name in ("dark", "light") else 2):  # a fifth of two is none
+            Image.new("L", (9, 7), grey + i).save(Path("photos", name, f"{i}.png"))
+    flags = ["train", *FLAGS, "--data", "photos", "--batch", "4", "--recipe", "head", "--validation", "0.2"]
+    shown = run(cli.app, [*flags, "--out", "run"])
+    assert shown.exit_code == 0, shown.output
+    said = "warning: no image to validate with of 'odd', 'rare'"
+    assert said in shown.output and "to train on" not in shown.output
+    assert [line["text"] for line in runlog.read("run/run.jsonl") if line["event"] == "note"] == [said]
+    assert said in report.text([report.load("run")])
+    shutil.rmtree("photos/odd"), shutil.rmtree("photos/rare")
+    assert "warning" not in run(cli.app, [*flags, "--out", "other"]).output
+
+
+# ---------------------------------------------------------------- the roofline
+
+
+def test_a_runs_report_has_the_roofline_that_its_log_tells() -> None:
+    train(Options(**TINY, recipe="pliant", time="1.0", out="run"))
+    told = [line for line in runlog.read("run/run.jsonl") if line["event"] == "roofline"]
+    assert len(told) == 1 and told[0]["format"] == "pliant.survey/1"
+    found = report.load("run").roof
+    assert found is not None and found.peaks == PEAKS
+    units = [(unit["name"], unit["seconds"], unit["macs"], unit["moved"]) for unit in told[0]["units"]]
+    assert [(row.name, row.seconds, row.macs, row.moved) for row in found.rows] == units
+    assert [name for name, *_ in units] == ["7", "3", "0"] and all(macs > 0 for _, _, macs, _ in units)
+    start = next(line for line in runlog.read("run/run.jsonl") if line["event"] == "start")
+    assert told[0]["full"] == start["full"]  # what the run measured for itself, not once more
+    page = report.page([report.load("run")])
+    assert "<h3>Roofline</h3>" in page and "not in the log" not in page
+
+
+def test_a_roofline_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and states of random numbers are as without it."""
+    states: dict[str, Any] = {}
+
+    def state(out: str) -> Callable[[Moment], None]:
+        return at_step(9, lambda: states.update({out: torch.get_rng_state()}))
+
+    options = {**TINY, "recipe": "pliant", "macs": "0.9"}
+    train(Options(**options, out="with"), state("with"))
+    monkeypatch.setattr("pliant.train.roof.Roof.__init__", lambda roof, *_: setattr(roof, "_sketch", None))
+    monkeypatch.setattr("pliant.train.roof.Roof.line", lambda roof: {"event": "roofline", "why": "left out"})
+    train(Options(**options, out="without"), state("without"))
+    assert {"units"} <= next(line for line in runlog.read("with/run.jsonl") if line["event"] == "roofline").keys()
+    assert same(weights("with"), weights("without")) and torch.equal(states["with"], states["without"])
+
+
+def test_where_there_is_no_roofline_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(Options(**TINY, recipe="full", out="full"))
+    said = "Roofline: the recipe 'full' needs no seconds, so no layer was timed; `pliant profile` times them."
+    assert said in report.text([report.load("full")])
+
+    def no_peaks(*_: Any) -> None:
+        raise ValueError("no clock <here>")
+
+    monkeypatch.setattr("pliant.survey.peaks", no_peaks)
+    train(Options(**TINY, recipe="pliant", time="1.0", out="run"))
+    assert report.load("run").roof is None and "no clock &lt;here&gt;" in report.page([report.load("run")])
+
+
 def test_folders_of_images_are_read_and_what_is_wrong_with_them_is_told() -> None:
-    pillow = pytest.importorskip("PIL.Image")
     for name, grey in (("dark", 20), ("light", 220)):
         Path("photos", name).mkdir(parents=True)
         for i in range(12):
-            pillow.new("L", (9, 7), grey + i).save(Path("photos", name, f"{i}.png"))
+            Image.new("L", (9, 7), grey + i).save(Path("photos", name, f"{i}.png"))
     flags = ["train", *FLAGS, "--data", "photos", "--batch", "4", "--recipe", "head"]
     assert run(cli.app, [*flags, "--out", "run"]).exit_code == 0
     Path("photos/light/3.png").write_bytes(b"not an image")
@@ -392,7 +574,7 @@ def test_folders_of_images_are_read_and_what_is_wrong_with_them_is_told() -> Non
     shown = run(cli.app, [*flags, "--out", "empty"])
     assert shown.exit_code == 1 and "'empty' is empty" in " ".join(shown.output.split())
     shown = run(cli.app, ["train", *FLAGS, "--data", "missing"])
-    assert shown.exit_code == 1 and "no data 'missing'" in " ".join(shown.output.split())
+    assert shown.exit_code == 2 and "no data 'missing'" in " ".join(shown.output.split())
 
 
 # ---------------------------------------------------------------- options in a file, displays, other logs
@@ -420,7 +602,7 @@ def test_options_may_stand_in_a_file_and_the_command_line_wins() -> None:
 def test_a_bad_file_of_options_is_told(text: str, said: str) -> None:
     Path("options.toml").write_text(text)
     shown = run(cli.app, ["train", "--config", "options.toml", "--out", "run"])
-    assert shown.exit_code == 1 and said in " ".join(shown.output.split()), shown.output
+    assert shown.exit_code == 2 and said in " ".join(shown.output.split()), shown.output
 
 
 def test_lines_tell_of_evaluations_where_there_is_no_terminal() -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import pliant
-from pliant.cli.app import app, told
+from pliant.cli.app import app, device_of, meant, model_of, there, told
+from pliant.cli.progress import bar
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from pliant.fewshot import Adapted
     from pliant.images import ImageSet
@@ -64,25 +65,16 @@ def adapt(
 
     console = Console(stderr=as_json)
     with told(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
+        with meant("--memory, --macs"):
+            policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
+        where = device_of(device)
+        there("--support", support)
+        net = model_of("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
         learned = images.load(support, size)
         _check(learned)
         asked, truth, names = _asked(query, size, learned) if query is not None else (None, None, [])
-        net = _network(backbone).to(device)
-        policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
         scale = fewshot.scale_of(backbone) if backbone.endswith(".safetensors") else fewshot.SCALE
-        with Progress(
-            TextColumn("adapting"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-        ) as progress:
-            task = progress.add_task("adapting", total=steps, note="choosing")
-
-            def tell(step: int, loss: float) -> None:
-                progress.update(task, completed=step + 1, note=f"loss {loss:.3f}")
-
+        with bar(console, "adapting", steps, "choosing") as show:
             done = fewshot.adapt(
                 net,
                 learned,
@@ -96,7 +88,7 @@ def adapt(
                 scale=scale,
                 in_place=True,
                 seed=seed,
-                on_step=tell,
+                on_step=lambda step, loss: show(step + 1, f"loss {loss:.3f}"),
             )
         if out is not None:
             pliant.types.write_aside(out, models.weights_of(net, {"scale": repr(float(done.model.scale))}))
@@ -105,12 +97,6 @@ def adapt(
         typer.echo(json.dumps(found, indent=2))
     else:
         _show(console, found)
-
-
-def _network(name: str) -> nn.Module:
-    from pliant import models
-
-    return models.load(name, pretrained=name in models.BUILT_IN)
 
 
 def _limit(given: str) -> float | str | None:
@@ -139,19 +125,35 @@ def _asked(path: Path, size: int, support: ImageSet) -> tuple[ImageSet, Tensor |
 
     from pliant import images
 
+    there("--query", path)
     bare, names = images.loose(path, size)
     if names:
         return images.ImageSet(bare, torch.zeros(len(bare), dtype=torch.int64), support.classes), None, names
+    if path.is_dir() and not any(entry.is_dir() for entry in path.iterdir()):
+        raise TaskError(
+            f"--query: {str(path)!r} holds no image, nor folders of images. Give the images to name, or a folder of them for "
+            f"each class."
+        )
     found = images.load(path, size)
-    unknown = sorted(set(found.classes) - set(support.classes))
+    unknown, known = sorted(set(found.classes) - set(support.classes)), _some(support.classes)
+    if len(unknown) == len(found.classes):
+        raise TaskError(
+            f"--query: {str(path)!r} has images of {_some(unknown)}, which the support set does not know, and none of {known}. "
+            f"Name the folders like those of --support; or put the images into one folder, without classes, to have them named."
+        )
     if unknown:
         raise TaskError(
-            f"{str(path)!r} has images of {unknown[0]!r}, which the support set does not know ({', '.join(support.classes[:6])}"
-            f"{', …' if len(support.classes) > 6 else ''}). Add the class there, or leave it out here."
+            f"--query: {str(path)!r} has images of {_some(unknown)}, which the support set does not know: it has {known}. Add "
+            f"the class there, or leave it out here."
         )
     place = torch.tensor([support.classes.index(name) for name in found.classes])
     truth = place[found.labels]
     return images.ImageSet(found.images, truth, support.classes), truth, []
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of them."""
+    return ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _found(done: Adapted, truth: Tensor | None, names: list[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.app import app, told
+from pliant.cli.app import app, images_of, told
 from pliant.compare import Comparison, Line, Row
 
 
@@ -78,6 +78,7 @@ def compare(
             engine=engine,
             exact=exact,
         )
+        images_of("--data", data)
         recipes = recipe or ["full", "last", "elastic_layers", "pliant"]
         run = work.cells(recipes, given or [("time", "0.5"), ("time", "0.7")], range(seeds))
         spare = not device.startswith("cuda") and not torch.cuda.is_available() and (os.cpu_count() or 1) >= 2 * threads

@@ -31,5 +31,5 @@ def demo(
     console = Console()
     with told(console, stopped="stopped: nothing was written."):
         outcomes = run(console, time_share=time, steps=steps, batch=batch, size=size, seed=seed)
-    if out is not None:
-        pliant.types.write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())
+        if out is not None:
+            pliant.types.write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())

@@ -81,7 +81,8 @@ def panel(moment: Moment, width: int) -> Group:
 
 @contextmanager
 def shown(console: Console) -> Iterator[Callable[[Moment], None]]:
-    """What `train` may tell of itself; the last panel stays on the screen."""
+    """What `train` may tell of itself; the last panel stays on the screen, unless the run fails: then the error is what to
+    read."""
     if not console.is_terminal:
         yield lambda moment: console.print(line(moment), markup=False, highlight=False, soft_wrap=True) if moment.news else None
         return
@@ -92,4 +93,8 @@ def shown(console: Console) -> Iterator[Callable[[Moment], None]]:
                 console.print(f"step {moment.step}: {moment.news}", markup=False, highlight=False)
             live.update(panel(moment, console.width), refresh=True)
 
-        yield show
+        try:
+            yield show
+        except Exception:
+            live.transient = True
+            raise

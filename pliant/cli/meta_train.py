@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from pliant.cli.app import app, told
+from pliant.cli.app import Misused, app, device_of, model_of, there, told
+from pliant.cli.progress import bar
+
+_WAYS = 5  # classes of a task, at least
 
 
 @app.command("meta-train")
@@ -45,22 +47,30 @@ def meta_train(
 
     with told(console, ValueError, RuntimeError, stopped=stopped):
         if out.exists() or (state.exists() and not resume):
-            there, what = (out, "choose another --out") if out.exists() else (state, "go on with --resume")
-            raise ValueError(f"{str(there)!r} is there already, from another run: {what}, or remove it.")
+            file, what = (out, "choose another --out") if out.exists() else (state, "go on with --resume")
+            raise ValueError(f"{str(file)!r} is there already, from another run: {what}, or remove it.")
+        where = device_of(device)
+        there("SOURCE", source)
         torch.manual_seed(seed)  # random weights
-        net = models.load(backbone, pretrained=backbone in models.BUILT_IN and not scratch).to(device)
+        net = model_of("--backbone", backbone, pretrained=backbone in models.BUILT_IN and not scratch).to(where)
         found = images.load(source, size)
-        sampling = fewshot.Sampling(ways=(5, min(50, support)), support=support)
-        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        with Progress(TextColumn("practising"), *columns, TextColumn("{task.fields[note]}"), console=console) as progress:
-            task = progress.add_task("practising", total=episodes, note="")
+        sampling = fewshot.Sampling(ways=(_WAYS, min(50, support)), support=support)
+        if resume and state.exists():
+            _check_support(state, support)
+        enough = int((found.labels.bincount(minlength=len(found.classes)) >= 2).sum())
+        if enough < _WAYS:
+            raise images.ImageError(
+                f"SOURCE: a task takes {_WAYS} classes of two images or more, and {str(source)!r} has {enough}. Give a larger "
+                f"set."
+            )
+        with bar(console, "practising", episodes) as show:
             recent: list[float] = []
 
             def tell(number: int, loss: float, hits: float) -> None:
                 recent[:] = (
                     [0.95 * old + 0.05 * new for old, new in zip(recent, (loss, hits), strict=True)] if recent else [loss, hits]
                 )
-                progress.update(task, completed=number + 1, note=f"loss {recent[0]:.3f}, accuracy {recent[1]:.1%}")
+                show(number + 1, f"loss {recent[0]:.3f}, accuracy {recent[1]:.1%}")
 
             done = fewshot.meta_train(
                 net,
@@ -79,3 +89,15 @@ def meta_train(
             f"{out}: accuracy {sum(last) / len(last):.1%} on the last {len(last)} tasks, scale {done.scale:.2f}.",
             highlight=False,
         )
+
+
+def _check_support(state: Path, support: int) -> None:
+    """A run goes on with as many images to a task as it began with. What else is wrong with a state, its reader tells."""
+    import torch
+
+    try:
+        was = torch.load(state, map_location="cpu", weights_only=True, mmap=True)["told"]["sampling"]["support"]
+    except Exception:
+        return
+    if was != support:
+        raise Misused(f"--support: {str(state)!r} is of a run with {was}, and {support} was given. Go on with --support {was}.")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.app import app, told
+from pliant.cli.app import app, images_of, told
 
 
 @app.command()
@@ -40,12 +40,16 @@ def plan(
 
     from pliant import task
     from pliant.explain import explained
+    from pliant.train import Options
 
     console = Console()
     torch.set_num_threads(threads)
     with told(Console(stderr=True), ValueError):
+        Options(engine=engine, lr=lr)  # says what is wrong with them
+        images_of("--data", data)
         policy = task.policy(recipe, time, memory, macs, seed)
         loaded = task.load(model, data, size=size, seed=seed, device=device, scratch=scratch)
+        task.check_names(recipe, loaded.model)
         with task.session(loaded, policy, batch=batch, lr=lr, scratch=scratch, engine=engine) as session:
             session.before_step(next(loaded.batches(batch, seed, 0)))
             found = explained(session)

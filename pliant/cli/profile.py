@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 import pliant
-from pliant.cli.app import app, told
+from pliant.cli.app import Misused, app, device_of, model_of, told
 
 
 @app.command()
@@ -37,17 +37,17 @@ def profile(
     import torch
 
     from pliant import roofline, units
-    from pliant.models import load
     from pliant.survey import survey
 
     console = Console()
     torch.set_num_threads(threads)
     with told(console, ValueError, RuntimeError):
-        net = load(model).to(device)
         if shape and not all(n.isdecimal() for n in shape.split("x")):
-            raise ValueError(f"--shape {shape!r} is no shape: write whole numbers with an x between them, like 3x128x128.")
+            raise Misused(f"--shape: {shape!r} is no shape: write whole numbers with an x between them, like 3x128x128.")
+        where = device_of(device)
+        net = model_of("MODEL", model).to(where)
         inputs = tuple(int(n) for n in shape.split("x")) if shape else (3, size, size)
-        x = torch.randint(ids, (batch, *inputs), device=device) if ids else torch.randn(batch, *inputs, device=device)
+        x = torch.randint(ids, (batch, *inputs), device=where) if ids else torch.randn(batch, *inputs, device=where)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
         found = survey(net, optimizer, lambda m, b: m(b).float().square().mean(), x, units.tensors() if tensors else None)
         if svg is not None:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 import pliant
-from pliant.cli.app import app, told
+from pliant.cli.app import app, meant, told
 
 
 class Format(str, Enum):
@@ -37,6 +37,9 @@ def report(
 
     console = Console()
     with told(console, OSError):
+        with meant("RUN"):
+            for run in runs:
+                reports.log_of(run)
         loaded = reports.named(reports.load(run) for run in runs)
         write = {Format.html: reports.page, Format.md: reports.markdown, Format.text: reports.text}[form]
         content = write(loaded)

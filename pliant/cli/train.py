@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-import pliant
-from pliant.cli.app import app, told
+from pliant.cli.app import Misused, app, images_of, told
 from pliant.task import RECIPES
 from pliant.train import Options
 
@@ -29,9 +28,9 @@ def from_toml(path: Path) -> dict[str, Any]:
     try:
         held: dict[str, Any] = toml.loads(path.read_text())
     except FileNotFoundError as error:
-        raise pliant.PliantError(f"no file {str(path)!r} (--config).") from error
+        raise Misused(f"--config: no file {str(path)!r}.") from error
     except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
-        raise pliant.PliantError(f"{str(path)!r} cannot be read as TOML: {error}") from error
+        raise Misused(f"--config: {str(path)!r} cannot be read as TOML: {error}") from error
     return {name.replace("-", "_"): value for name, value in held.items()}
 
 
@@ -86,7 +85,7 @@ def train(
         ),
     ] = None,
     exact: Annotated[
-        bool | None, typer.Option("--exact", help="Once measured, nothing hangs on the clock: repeats bit for bit on a CPU.")
+        bool | None, typer.Option("--exact", help="With a time budget too, nothing hangs on the clock once costs are measured.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Of the split, new weights and the order of images.", show_default=_DEFAULT["seed"])
@@ -126,8 +125,10 @@ def train(
         where = str(config) if config is not None else "the command line"
         if options.get("resume") and options.get("out"):
             options = {**vars(Options.of_run(options["out"])), **options}
+        asked = Options.of(options, where)
+        images_of("--data", asked.data)
         with shown(console) as watch:
-            result = run(Options.of(options, where), None if as_json else watch)
+            result = run(asked, None if as_json else watch)
     if as_json:
         typer.echo(json.dumps(result.to_json()))
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pliant.cli.app import app, told
+from pliant.cli.app import app, meant, told
 
 
 @app.command()
@@ -20,12 +20,16 @@ def watch(
 
     Example: pliant watch runs/a
     """
+    from pliant import report as reports
     from pliant import watch as watching
 
     console = Console()
-    with told(console, OSError), watching.server(run, port) as server:
-        console.print(f"watching {run} on {watching.address(server)} (Ctrl-C ends it)", markup=False, soft_wrap=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:  # the way to end it, so no failure
-            console.print("stopped.")
+    with told(console, OSError):
+        with meant("RUN"):
+            reports.log_of(run)
+        with watching.server(run, port) as server:
+            console.print(f"watching {run} on {watching.address(server)} (Ctrl-C ends it)", markup=False, soft_wrap=True)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:  # the way to end it, so no failure
+                console.print("stopped.")

@@ -6,7 +6,10 @@ import os
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import torch
+
 from pliant import folder, task
+from pliant.policy import Policy
 from pliant.task import TaskError
 from pliant.train.around import Spent, Stopped, tensorboard, told_of_the_disk
 from pliant.train.nouns import Evaluation, Moment, Options, Result, Watch
@@ -24,9 +27,9 @@ def train(options: Options, watch: Watch | None = None) -> Result:
     `last.safetensors`, `run.jsonl` (the log), `state.pt` (what `resume` goes on from) and `run.json` (the options). Ctrl-C ends
     it after the step that runs, with everything saved.
 
-    The result of a run that was killed and resumed is that of one that was not, bit for bit on a CPU with as many threads, if
-    `exact` is set and it had taken its first step (before that there is nothing to go on from, and seconds are measured anew).
-    Otherwise it goes on with the same batches, measurements and selection, and what the clock decides later may differ.
+    The result of a run that was killed and resumed is that of one that was not, bit for bit on a CPU with as many threads,
+    unless it has a time budget without `exact`. Such a run goes on with the same batches, costs, corrections and selection, and
+    differs by what steps take from then on. Before its first step there is nothing to go on from: it begins anew.
     """
     policy = task.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
     if options.resume:
@@ -42,6 +45,7 @@ def train(options: Options, watch: Watch | None = None) -> Result:
     )
     if "graphs" in options.engine.split("+") and loaded.device.type != "cuda":
         raise TaskError(f"engine={options.engine!r}: steps are captured on CUDA, and this run is on {loaded.device.type!r}.")
+    task.check_names(options.recipe, loaded.model)
     out = options.out or os.fspath(folder.unused(f"{Path(options.data).stem}-{policy.name}"))
     saved = {name: value for name, value in asdict(options).items() if name not in ("out", "resume")}
     with folder.claimed(out, saved, options.resume) as place, tensorboard(options.log_to, place) as also:
@@ -54,11 +58,17 @@ def train(options: Options, watch: Watch | None = None) -> Result:
             epochs=options.epochs,
             scratch=options.scratch,
             engine=options.engine,
-            exact=options.exact,
+            exact=options.exact or not _hangs_on_the_clock(policy, loaded.device),
             log=place.log,
         )
         with told_of_the_disk(place), session, Spent(loaded.device) as spent:
             return Run(options, loaded, place, session, spent, watches).go()
+
+
+def _hangs_on_the_clock(policy: Policy, device: torch.device) -> bool:
+    """Whether what steps take may decide how a run goes on. Where no time is asked for, it could only decide which engine runs
+    them: on a CPU that gains a tenth or so, and a run that is killed would no longer end as it would have."""
+    return device.type != "cpu" or policy.budget.time is not None or policy.budget.memory is not None
 
 
 def _check_same(options: Options) -> None:

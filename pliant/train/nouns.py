@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pliant import folder
+from pliant.engine import ways
 from pliant.task import TaskError
 from pliant.types import nearest
 
@@ -21,7 +22,8 @@ class Options:
     """What to train, on what, how, and where to. Every field is an option of `pliant train` of the same name.
 
     `time`, `memory` and `macs` are the budget of a step, a share of a full one or an amount with its unit ("12ms", "64MB").
-    `exact` lets nothing hang on the clock once a step has been measured: such a run repeats bit for bit on a CPU.
+    `exact` lets nothing hang on the clock once a step has been measured, so that a run with a time budget too ends bit for bit
+    alike, stopped and resumed or not, on a CPU.
     """
 
     model: str = "efficientnet_lite0"
@@ -57,6 +59,12 @@ class Options:
             given = getattr(self, name)
             if given is not None and given < least:
                 raise TaskError(f"{name}={given!r}: give {least} or more.")
+        try:
+            ways.allowed(self.engine, memory_is_short=False, cuda=False, caches=False)
+        except ValueError as error:
+            raise TaskError(str(error)) from error
+        if not 0 < self.validation < 0.5:
+            raise TaskError(f"validation={self.validation!r}: the share of each class to validate with, above 0 and below 0.5.")
         if not 0 < self.lr < math.inf:
             raise TaskError(f"lr={self.lr!r}: the learning rate is a number above 0.")
         if self.log_to not in (None, "tensorboard"):

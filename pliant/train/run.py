@@ -19,6 +19,7 @@ from pliant.session import Session
 from pliant.task import Task
 from pliant.train.around import Spent, Stopped, interrupts
 from pliant.train.nouns import Evaluation, Moment, Options, Result, Watch
+from pliant.train.roof import Roof
 from pliant.types import write_aside
 
 _SAVE_SECONDS = 60.0  # so much may be lost where a run is killed
@@ -37,6 +38,7 @@ class Run:
         self.per_epoch: int = session.steps_per_epoch or 1
         self.every = options.evaluate_every or self.per_epoch
         self.evaluations: list[Evaluation] = []
+        self.roof: Roof | None = None  # until it is in the log
         self.saved = self.told = -math.inf  # when
         self.began, self.first_step = time.monotonic(), 0
 
@@ -49,8 +51,7 @@ class Run:
         if self.options.resume and self.place.state.exists():
             self.resume()
         else:
-            self.evaluate(0)
-            self.tell(None, f"accuracy before training: {self.evaluations[0].accuracy:.1%}", evaluated=True)
+            self.begin()
         with interrupts(lambda: self.session.progress.step > self.first_step) as stop:
             try:
                 self.began, self.first_step = time.monotonic(), self.session.progress.step
@@ -63,13 +64,28 @@ class Run:
                 raise
         return self.finish()
 
+    def begin(self) -> None:
+        with self.spent.stopped():
+            batch = next(self.task.batches(self.options.batch, self.options.seed, 0))
+            self.roof = Roof(self.session, self.task.model, batch)
+        self.evaluate(0)
+        self.tell(None, f"accuracy before training: {self.evaluations[0].accuracy:.1%}", evaluated=True)
+        for split, lack in ((self.task.validation, "to validate with"), (self.task.train, "to train on")):
+            counts = split.labels.bincount(minlength=len(self.task.classes)).tolist()
+            absent = [name for name, count in zip(self.task.classes, counts, strict=True) if not count]
+            if absent:
+                warning = f"warning: no image {lack} of {', '.join(map(repr, absent))}"
+                runlog.append(self.place.log, [{"event": "note", "step": 0, "text": warning}])
+                self.tell(None, warning)
+
     def resume(self) -> None:
         try:
             held = self.session.load(self.place.state)
-        except ValueError as error:
-            raise FolderError(f"{os.fspath(self.place.path)!r} cannot be resumed: {error}") from error
-        self.evaluations = [Evaluation(**one) for one in held["evaluations"]]
-        self.spent.add(held["seconds"], held["joules"])
+            self.evaluations = [Evaluation(**one) for one in held["evaluations"]]
+            self.spent.add(held["seconds"], held["joules"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # no checkpoint, or one whose parts are not whole
+            what = error if isinstance(error, ValueError) else f"{os.fspath(self.place.state)!r} is damaged ({error!r})."
+            raise FolderError(f"{os.fspath(self.place.path)!r} cannot be resumed: {what}") from error
         self.first_step = self.session.progress.step
         self.tell(None, f"resumed at step {self.session.progress.step} of {self.steps}")
 
@@ -79,6 +95,10 @@ class Run:
 
     def after_step(self, now: Progress, loss: torch.Tensor, stop: threading.Event) -> None:
         self.set_rate_(now.step)
+        if self.roof is not None:
+            with self.spent.stopped():
+                runlog.append(self.place.log, [self.roof.line()])
+                self.roof = None
         due = now.step % self.every == 0 or now.step == self.steps
         if due:
             self.evaluate(now.step)
