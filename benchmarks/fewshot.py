@@ -37,8 +37,10 @@ import math
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ import torch
 from pliant import fewshot, images
 
 RATES = (0.001, 0.004, 0.016, 0.064)
-TUNING_TASKS = 2  # per domain and rate
+TUNING_TASKS = 4  # per domain and rate
 SAVE_SECONDS = 10.0
 BEGUN = time.monotonic()
 MAIN = "mcunet"
@@ -155,21 +157,21 @@ def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[A
 def rates_of(
     done: list[dict[str, Any]], backbone: str, begin: str, method: str, args: argparse.Namespace
 ) -> dict[str, float] | None:
-    """For each domain the rate with the best mean on tasks of all others; None while not all of these were tried."""
+    """For each domain the rate of a method; None while not all that tells it was tried."""
     if method == "none" or len(args.rates) == 1:
         return dict.fromkeys(args.domains, args.rates[0])
-    found = {
-        (c["domain"], c["lr"], c["task"]): c["accuracy"]
-        for c in done
-        if (c["backbone"], c["start"], c["method"]) == (backbone, begin, method) and c["task"] < 0
-    }
-    if len(found) < (1 + len(args.domains)) * len(args.rates) * args.tuning:
-        return None
+    mine = [c for c in done if (c["backbone"], c["start"], c["method"]) == (backbone, begin, method) and c["task"] < 0]
+    enough = len({key(c) for c in mine}) >= (1 + len(args.domains)) * len(args.rates) * args.tuning
+    return {domain: best_elsewhere(mine, domain) for domain in args.domains} if enough else None
 
-    def mean_elsewhere(domain: str, rate: float) -> float:
-        return statistics.mean(value for (where, lr, _), value in found.items() if where != domain and lr == rate)
 
-    return {domain: max(args.rates, key=lambda lr: mean_elsewhere(domain, lr)) for domain in args.domains}
+def best_elsewhere(tuning: list[dict[str, Any]], domain: str) -> float:
+    """The rate with the best mean on the tasks for tuning of all domains but this one."""
+    found: dict[float, list[float]] = {}
+    for c in tuning:
+        if c["domain"] != domain:
+            found.setdefault(c["lr"], []).append(c["accuracy"])
+    return max(sorted(found), key=lambda lr: statistics.mean(found[lr]))
 
 
 # ---------------------------------------------------------------- tables
@@ -182,16 +184,19 @@ def table(cells: list[dict[str, Any]]) -> str:
     task, with an interval of its own.
     """
     lines: list[str] = []
-    cells = [c for c in cells if c["task"] >= 0]
+    tuning, cells = ([c for c in cells if (c["task"] < 0) == is_tuning] for is_tuning in (True, False))
+    taken = _taken(tuning)
+    cells = [c for c in cells if c["lr"] == taken(c)]  # others were run before there was more to tell a rate by
     for backbone, begin in dict.fromkeys((c["backbone"], c["start"]) for c in cells):
         mine = [c for c in cells if (c["backbone"], c["start"]) == (backbone, begin)]
         domains = [name for name in shared.DOMAINS if any(c["domain"] == name for c in mine)]
-        tasks = max(sum((c["domain"], c["method"]) == (d, mine[0]["method"]) for c in mine) for d in domains)
+        tasks = sorted(Counter((c["domain"], c["method"]) for c in mine).values())
+        number = f"{tasks[0]}–{tasks[-1]}" if tasks[0] < tasks[-1] else f"{tasks[0]}"
         lines += [
-            f"### {backbone}, from {begin}, {tasks} tasks per domain",
+            f"### {backbone}, from {begin}, {number} tasks per domain",
             "",
-            f"| method | {' | '.join(domains)} | all domains | against full | the paper, other domains | lr | seconds a task |",
-            "|" + "---|" * (len(domains) + 6),
+            f"| method | {' | '.join(domains)} | all domains | against full | the paper, other domains |",
+            "|" + "---|" * (len(domains) + 4),
         ]
         full = {(c["domain"], c["task"]): c["accuracy"] for c in mine if c["method"] == "full"}
         for method in [name for name in shared.METHODS if any(c["method"] == name for c in mine)]:
@@ -204,13 +209,45 @@ def table(cells: list[dict[str, Any]]) -> str:
             ]
             against = "" if method == "full" or not all(pairs) else _over_domains(pairs, "+")
             paper = PUBLISHED[backbone].get(method, "")
-            lines.append(
-                f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {against} | {paper} "
-                f"| {' '.join(f'{lr:g}' for lr in sorted({c['lr'] for c in runs}))} "
-                f"| {statistics.mean(c['seconds'] for c in runs):.1f} |"
-            )
-        lines.append("")
+            lines.append(f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {against} | {paper} |")
+        lines += ["", *_rates(tuning, backbone, begin, mine), ""]
     return "\n".join(lines)
+
+
+def _taken(tuning: list[dict[str, Any]]) -> Callable[[dict[str, Any]], float]:
+    """The rate that a cell should have."""
+    by_method: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for c in tuning:
+        by_method.setdefault((c["backbone"], c["start"], c["method"]), []).append(c)
+
+    @cache
+    def rate(method: tuple[str, ...], domain: str) -> float:
+        return best_elsewhere(by_method[method], domain)
+
+    def of(c: dict[str, Any]) -> float:
+        method = c["backbone"], c["start"], c["method"]
+        return rate(method, c["domain"]) if method in by_method else c["lr"]
+
+    return of
+
+
+def _rates(tuning: list[dict[str, Any]], backbone: str, begin: str, runs: list[dict[str, Any]]) -> list[str]:
+    """Markdown: how each rate did on the tasks for tuning, all domains and the source together, and which was taken where."""
+    mine = [c for c in tuning if (c["backbone"], c["start"]) == (backbone, begin)]
+    rates = sorted({c["lr"] for c in mine})
+    if not rates:
+        return []
+    domains = [name for name in shared.DOMAINS if any(c["domain"] == name for c in runs)]
+    lines = [
+        f"| tasks for tuning | {' | '.join(f'{lr:g}' for lr in rates)} | {' | '.join(f'taken for {d}' for d in domains)} |",
+        "|" + "---|" * (len(rates) + len(domains) + 1),
+    ]
+    for method in [name for name in shared.METHODS if any(c["method"] == name for c in mine)]:
+        tried = [[100 * c["accuracy"] for c in mine if (c["method"], c["lr"]) == (method, lr)] for lr in rates]
+        taken = {c["domain"]: f"{c['lr']:g}" for c in runs if c["method"] == method}
+        row = [*(f"{statistics.mean(some):.1f}" if some else "" for some in tried), *(taken.get(d, "") for d in domains)]
+        lines.append(f"| {method} | {' | '.join(row)} |")
+    return lines
 
 
 def _interval(values: list[float]) -> str:
