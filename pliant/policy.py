@@ -74,12 +74,13 @@ def plan(
     asked = policy.budget.limits(full, progress)
     if "joules" in asked:
         raise BudgetError("a budget in joules cannot be kept yet: profiles hold no joules.")
-    table, limit = profile.table(units), dict(asked)
+    table, limit = _that_cost(profile.table(units)), dict(asked)
+    done = progress.fraction if progress.total_steps is not None else None
 
     def problem_within(limit: Mapping[str, float]) -> Problem:
         price, room, resource = _rows(table, profile.base, limit)
         return Problem(
-            names, worth, table.needed, price, room, always, progress.round, policy.seed, resource, *profile.sizes(units)
+            names, worth, table.needed, price, room, always, progress.round, policy.seed, resource, *profile.sizes(units), done
         )
 
     floor, what = _floor(problem_within(limit), profile, units)
@@ -115,6 +116,12 @@ def plan(
     )
 
 
+def _that_cost(table: Table) -> Table:
+    """A table without the charges that are free: a parameter that the loss does not reach has no others."""
+    some = (table.seconds > 0) | (table.macs > 0) | (table.bytes > 0).any(axis=0)
+    return Table(table.needed[some], table.seconds[some], table.bytes[:, some], table.standing, table.macs[some])
+
+
 def _rows(table: Table, base: Cost, limit: Mapping[str, float]) -> tuple[Array, Array, tuple[str, ...]]:
     """The prices of the limited resources, what is left for them beside the forward pass, and which row is which."""
     prices: list[Array] = []
@@ -143,7 +150,7 @@ def _floor(problem: Problem, profile: Profile, units: tuple[Unit, ...]) -> tuple
 
 def _reached(problem: Problem) -> list[int]:
     """The units that the loss hangs on: the others cost nothing, and a step that trains nothing else cannot be taken."""
-    return np.flatnonzero(problem.needed.any(axis=0)).tolist() or list(range(len(problem.names)))
+    return np.flatnonzero(problem.reached).tolist() or list(range(len(problem.names)))
 
 
 def _check_floor(floor: Cost, what: str, base: Cost, limit: Mapping[str, float], full: Cost) -> None:

@@ -7,8 +7,11 @@
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
 | `tinytrain` | channels | Fisher potential | bytes, backward MACs | layers by their score, then channels; or exact | once |
+| `freeze_out` | layers | – | MACs (no budget: nothing needs timing) | layers leave, from the input on | every 0.01 of the run |
+| `lisa` | blocks | – | as above | a few by lot, both ends always | every k steps |
+| `badam` | blocks | – | as above | one after another | every k steps |
 | `last` `random` | layers | – | measured seconds | inside the budget | once, or every k steps |
-| `full` `head` `bias` `norm` `only` | tensors | – | MACs (no budget: nothing needs timing) | fixed | once |
+| `full` `head` `bias` `norm` `only` | tensors | – | as above | fixed | once |
 """
 
 from __future__ import annotations
@@ -87,6 +90,43 @@ def tinytrain(
     budget = Budget(memory=memory, macs=macs)
     name = "tinytrain_exact" if exact else "tinytrain"
     return Policy(units.channels(axis), score.fisher(), backward, solver, when, budget, head=head, seed=seed, name=name)
+
+
+def freeze_out(start: float = 0.8, *, cubed: bool = True, when: Schedule | None = None) -> Policy:
+    """Layers freeze for good, one after another from the input on; the head trains to the end. FreezeOut, arXiv 1706.04983.
+
+    Of L layers below the head, layer i (from 0) freezes when t_i = start + (1 − start)·i/L of the run is done; with `cubed`,
+    when t_i³ is: at the next selection, and `when` says how often there is one. Needs `total_steps` or `fit`. Learning rates
+    stay yours: the paper lets each layer's fall to nothing by t_i.
+    """
+    solver, when = solve.freeze(start, cubed), when or schedule.every(share=0.01)
+    return Policy(units.layers(), score.nearness(), counted, solver, when, state="drop", name="freeze_out")
+
+
+def lisa(layers: int = 2, steps: int = 20, *, seed: int = 0) -> Policy:
+    """Embedding and head always, and a few blocks between them by lot, drawn again every so many steps. LISA, arXiv 2403.17919.
+
+    The embedding is the unit furthest from the loss. Where other parts outside of the blocks shall never freeze either, name
+    them: `replace(lisa(), always=("model.norm",))`. A model with fewer than `layers` blocks in between trains all of them.
+    """
+    solver, when = solve.with_ends(solve.sample(layers)), schedule.every(steps=steps)
+    return Policy(units.blocks(), score.nearness(), counted, solver, when, state="drop", seed=seed, name="lisa")
+
+
+def badam(
+    steps: int = 50,
+    order: Literal["descending", "ascending", "random"] = "descending",
+    *,
+    head: bool = False,
+    seed: int = 0,
+) -> Policy:
+    """One block at a time for so many steps; the optimizer forgets a block that is left. BAdam, arXiv 2404.02827.
+
+    Blocks take turns from the loss outwards ("descending"), from the input on ("ascending"), or in another "random" order each
+    time around. The head is a block like any other; with `head` it always trains: for a new one that does not come first.
+    """
+    solver, when = solve.cycle(order=order), schedule.every(steps=steps)
+    return Policy(units.blocks(), score.nearness(), counted, solver, when, head=head, state="drop", seed=seed, name="badam")
 
 
 def only(*globs: str) -> Policy:

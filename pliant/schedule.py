@@ -27,26 +27,33 @@ def once() -> Schedule:
     return Schedule("once", lambda now, last, drift: False)
 
 
-def every(steps: int | None = None, epochs: float | None = None) -> Schedule:
-    """Choose again after so many optimizer steps or epochs.
+def every(steps: int | None = None, epochs: float | None = None, share: float | None = None) -> Schedule:
+    """Choose again after so many optimizer steps, so many epochs or such a share of the run.
 
     >>> every(steps=100).due(Progress(step=250), Progress(step=150), None)
     True
     """
-    if (steps is None) == (epochs is None):
-        raise ValueError(f"every() takes steps=… or epochs=…, one of them (given: {steps=}, {epochs=}).")
-    interval = steps if steps is not None else epochs
-    if interval is None or not interval > 0:
-        raise ValueError(f"every({steps=}, {epochs=}): something must lie between two selections.")
+    given = [interval for interval in (steps, epochs, share) if interval is not None]
+    if len(given) != 1:
+        raise ValueError(f"every() takes steps=…, epochs=… or share=…, one of them (given: {steps=}, {epochs=}, {share=}).")
+    interval = given[0]
+    if not interval > 0:
+        raise ValueError(f"every({steps=}, {epochs=}, {share=}): something must lie between two selections.")
+    if share is not None and share > 1:
+        raise ValueError(f"every({share=}): a share of the run, at most 1.")
     if steps is not None:
         return Schedule(f"every {interval} steps", lambda now, last, drift: now.step - last.step >= interval)
 
     def due(now: Progress, last: Progress, drift: float | None) -> bool:
-        if now.steps_per_epoch is None:
-            raise ValueError(f"every({epochs=}) needs the length of an epoch: give Session steps_per_epoch=…, or use fit().")
-        return now.step - last.step >= max(round(interval * now.steps_per_epoch), 1)
+        length = now.steps_per_epoch if share is None else now.total_steps
+        if length is None:
+            needs = f"every({epochs=}) needs the length of an epoch: give Session steps_per_epoch"
+            if share is not None:
+                needs = f"every({share=}) needs the length of the run: give Session total_steps"
+            raise ValueError(f"{needs}=…, or use fit().")
+        return now.step - last.step >= max(round(interval * length), 1)
 
-    return Schedule(f"every {interval} epochs", due, needs_epochs=True)
+    return Schedule(f"every {interval} {'epochs' if share is None else 'of the run'}", due, needs_epochs=share is None)
 
 
 def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = None) -> Schedule:

@@ -28,7 +28,7 @@ class Problem:
     Units stand nearest the loss first. Charge j costs `price[:, j]` and is due when a unit of `needed[j]` is chosen; `limits`
     are what is left beside the forward pass. There is one row per limited resource, but a peak (bytes) has one for each
     moment that may be the highest: `resource` tells which rows belong together (None: each stands for itself). `round` and
-    `seed` make random choices repeatable.
+    `seed` make random choices repeatable; `done` is the share of the run that is behind, where its length is known.
     """
 
     names: tuple[str, ...]
@@ -42,6 +42,7 @@ class Problem:
     resource: tuple[str, ...] | None = None  # (rows,)
     elements: Array | None = None  # (units,): numbers that train in each, wherever it stands
     macs: Array | None = None  # (units,): of its own gradients, without the way there
+    done: float | None = None
 
     def cost(self, chosen: Mask) -> Array:
         """What this choice costs, per row."""
@@ -63,6 +64,11 @@ class Problem:
     def free(self) -> NDArray[np.intp]:
         """Units that are worth choosing and not chosen anyway."""
         return np.flatnonzero((self.values > 0) & ~self.always)
+
+    @property
+    def reached(self) -> Mask:
+        """The units that the loss hangs on: to train any other changes nothing."""
+        return np.asarray(self.needed.any(axis=0))
 
     def rng(self) -> np.random.Generator:
         return np.random.default_rng([self.seed, self.round])
@@ -429,29 +435,74 @@ def fixed(*globs: str) -> Solver:
 
 
 def sample(k: int | None = None) -> Solver:
-    """Units in random order, each if it still fits; at most `k`. Another draw each round, the same for the same seed."""
+    """Units in random order, each if it still fits; at most `k`. Another draw each round, the same for the same seed.
+
+    What the loss does not hang on is not drawn.
+    """
 
     if k is not None and k < 1:
         raise ValueError(f"sample(k={k}): a draw holds at least one unit.")
 
     def solve(problem: Problem) -> Mask:
-        order = [int(i) for i in problem.rng().permutation(len(problem.names)) if not problem.always[i]]
+        free = problem.reached & ~problem.always
+        order = [int(i) for i in problem.rng().permutation(len(problem.names)) if free[i]]
         return _fill(problem, order, stop=False, most=k)
 
     return solve
 
 
-def cycle(k: int = 1) -> Solver:
-    """The next `k` units each round, from the one nearest the loss outwards and around again."""
+def cycle(k: int = 1, order: str = "descending") -> Solver:
+    """The next `k` units each round, and around again: "descending" from the loss outwards, "ascending" from the input on, or
+    "random", in another order each time around. What the loss does not hang on has no turn.
+    """
 
     if k < 1:
         raise ValueError(f"cycle(k={k}): a round holds at least one unit.")
+    if order not in ("descending", "ascending", "random"):
+        raise ValueError(f"cycle(order={order!r}): choose 'descending', 'ascending' or 'random'.")
 
     def solve(problem: Problem) -> Mask:
-        others = np.flatnonzero(~problem.always)
-        if not len(others):
-            return problem.always.copy()
+        others = np.flatnonzero(problem.reached & ~problem.always)
+
+        def unit(turn: int) -> int:
+            lap, place = divmod(turn, len(others))
+            if order == "random":
+                return int(np.random.default_rng([problem.seed, lap]).permutation(others)[place])
+            return int(others[place if order == "descending" else -1 - place])
+
         start = problem.round * k
-        return _fill(problem, [int(others[(start + i) % len(others)]) for i in range(min(k, len(others)))], stop=False)
+        return _fill(problem, [unit(start + i) for i in range(min(k, len(others)))], stop=False)
+
+    return solve
+
+
+def with_ends(solver: Solver) -> Solver:
+    """Another solver, for what lies between: the unit nearest the loss and the one furthest from it are chosen in any case."""
+
+    def solve(problem: Problem) -> Mask:
+        always, reached = problem.always.copy(), np.flatnonzero(problem.reached)
+        always[[*reached[:1], *reached[-1:]]] = True
+        return solver(replace(problem, always=always))
+
+    return solve
+
+
+def freeze(start: float = 0.8, cubed: bool = True) -> Solver:
+    """All units at first; then they leave for good, one after another from the input on. FreezeOut, arXiv 1706.04983.
+
+    Of the L units that are not always chosen, number i from the input (counted from 0) leaves when
+    t_i = start + (1 − start)·i/L of the run is done; with `cubed`, when t_i³ is. What the loss does not hang on is not chosen.
+    """
+    if not 0 <= start < 1:
+        raise ValueError(f"freeze(start={start}): the first unit leaves after a share of the run, at least 0 and less than 1.")
+
+    def solve(problem: Problem) -> Mask:
+        if problem.done is None:
+            raise ValueError("freezing by and by needs the length of the run: give Session total_steps=…, or use fit().")
+        others = np.flatnonzero(problem.reached & ~problem.always)
+        from_input = np.arange(len(others))[::-1]
+        leave_at = (start + (1 - start) * from_input / max(len(others), 1)) ** (3 if cubed else 1)
+        stay = problem.done < leave_at * (1 - SLACK)
+        return _fill(problem, [int(i) for i in others[stay]], stop=False)
 
     return solve

@@ -24,6 +24,7 @@ from pliant.measure import timed
 
 SHARE = {"tied": 0.9, "two_inputs": 0.8}  # where 0.7 of a full step lies below the floor
 OFTEN = schedule.every(steps=2)
+LENGTH = 7  # steps of a run
 
 # Each recipe as a function of the share of a full step that it may spend.
 RECIPES: dict[str, Callable[[float], Policy]] = {
@@ -39,6 +40,9 @@ RECIPES: dict[str, Callable[[float], Policy]] = {
     "bias": lambda s: recipes.bias(),
     "norm": lambda s: recipes.norm(),
     "only": lambda s: recipes.only("*w*"),
+    "freeze_out": lambda s: recipes.freeze_out(start=0.3, when=OFTEN),
+    "lisa": lambda s: recipes.lisa(layers=1, steps=2),
+    "badam": lambda s: recipes.badam(steps=2, order="random"),
 }
 EXACT = ("pliant", "elastic_trainer", "elastic_layers", "green_trainer")  # solvers that promise the best choice
 NOT_THERE = {
@@ -99,13 +103,13 @@ def test_law_1_never_over_a_limit(recipe: str, model_name: str) -> None:
     policy = policy_for(recipe, ZOO[model_name])
     profile, values = scored(policy, ZOO[model_name])
     for round_ in range(3):
-        chosen = plan(policy, profile, values, Progress(round=round_))
+        chosen = plan(policy, profile, values, Progress(step=2 * round_, round=round_, total_steps=LENGTH))
         cost = profile.cost(chosen.units)
         assert cost == chosen.cost
         limits = policy.budget.limits(profile.full)
         assert all(getattr(cost, name) <= amount * (1 + 1e-8) for name, amount in limits.items())
         standing = {param for unit in values for param in unit.params}  # a tied weight has no channels to choose
-        assert set(profile.head) & standing <= chosen.params or recipe == "only"
+        assert set(profile.head) & standing <= chosen.params or not policy.head
 
 
 @pytest.mark.parametrize("model_name", [name for name in ZOO if name != "transformer"])
@@ -154,7 +158,8 @@ def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(recipe: str, model_n
     twin = copy.deepcopy(model)
     twin_optimizer = make_optimizer(twin)
     may_train = set(trainable(model))
-    with Session(model, optimizer, loss, policy_for(recipe, case)) as session:
+    with Session(model, optimizer, loss, policy_for(recipe, case), total_steps=3) as session:
+        drops = session.budget.memory is not None or session.policy.state == "drop"  # the state of what left
         for k in range(3):
             batch = batch_no(case, k)
             before = snapshot(model, optimizer)
@@ -163,7 +168,7 @@ def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(recipe: str, model_n
             chosen = session.selection.params
 
             freeze_by_hand(twin, chosen, may_train)
-            if session.budget.memory is not None:  # there is no room for the state of what left
+            if drops:
                 for name, param in twin.named_parameters():
                     if name not in chosen:
                         twin_optimizer.state.pop(param, None)
@@ -175,7 +180,7 @@ def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(recipe: str, model_n
             for name in set(before["weights"]) - chosen:
                 assert torch.equal(before["weights"][name], after["weights"][name])
                 assert after["grads"][name] is None
-                kept = before["optimizer"].get(name) if session.budget.memory is None else None
+                kept = None if drops else before["optimizer"].get(name)
                 assert differences(kept, after["optimizer"].get(name)) == []
 
 
@@ -218,7 +223,7 @@ def test_law_4_before_the_step_nothing_but_the_choice_has_changed(recipe: str, m
     policy = replace(policy, cost=timed) if model_name in ("conv_net", "transformer") else on_steady_device(policy)
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     before = snapshot(model, optimizer)
-    with Session(model, optimizer, loss, policy) as session:
+    with Session(model, optimizer, loss, policy, total_steps=LENGTH) as session:
         session.before_step(batch)
         after = snapshot(model, optimizer)
         chosen = session.selection.params
@@ -229,7 +234,7 @@ def test_law_4_before_the_step_nothing_but_the_choice_has_changed(recipe: str, m
         if isinstance(module, torch.nn.BatchNorm2d) and f"{name}.weight" not in chosen and f"{name}.bias" not in chosen:
             assert not after["modes"].pop(name)
             assert before["modes"].pop(name)
-    for kind in ("grads", "flags"):
+    for kind in ("grads", "flags", *(["optimizer"] if policy.state == "drop" else [])):
         for half in (before, after):
             half[kind] = {name: half[kind][name] for name in chosen}
     assert differences(before, after) == []
@@ -243,7 +248,7 @@ def test_law_5_apply_twice_is_once_and_restore_brings_back(recipe: str, model_na
     case = ZOO[model_name]
     policy = policy_for(recipe, case)
     profile, values = scored(policy, case)
-    chosen = plan(policy, profile, values).params
+    chosen = plan(policy, profile, values, Progress(total_steps=LENGTH)).params
     model, _, _ = case.make()
     optimizer = adamw(model)
     params, was, before = trainable(model), found(model), snapshot(model, optimizer)
@@ -262,7 +267,7 @@ def test_law_5_a_session_leaves_flags_and_modes_as_it_found_them(recipe: str, mo
     model, loss, _ = case.make()
     optimizer = sgd(model)
     before = snapshot(model)
-    with Session(model, optimizer, loss, policy_for(recipe, case)) as session:
+    with Session(model, optimizer, loss, policy_for(recipe, case), total_steps=3) as session:
         for k in range(3):
             session.step(batch_no(case, k))
     after = snapshot(model)
@@ -277,13 +282,13 @@ def _run(
     case: Case, recipe: str, stop: int | None, way: str, folder: Path
 ) -> tuple[dict[str, Any], list[tuple[str, ...]], Session]:
     """Seven steps on seven batches, interrupted or not, with dropout drawing from the global random state."""
-    stream = [batch_no(case, k) for k in range(7)]
+    stream = [batch_no(case, k) for k in range(LENGTH)]
     model, loss, _ = case.make()
     optimizer = adamw(model)
-    session = Session(model, optimizer, loss, policy_for(recipe, case))
+    session = Session(model, optimizer, loss, policy_for(recipe, case), total_steps=LENGTH)
     torch.manual_seed(11), random.seed(11), np.random.seed(11)
     chosen = []
-    for k in range(7):
+    for k in range(LENGTH):
         if k == stop:
             path = folder / "run.pt"
             by_hand = (copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()), session.state_dict())
@@ -292,7 +297,7 @@ def _run(
             session.close()
             model, _, _ = case.make(seed=5)  # other weights: nothing may come from them
             optimizer = adamw(model)
-            session = Session(model, optimizer, loss, policy_for(recipe, case))
+            session = Session(model, optimizer, loss, policy_for(recipe, case), total_steps=LENGTH)
             torch.manual_seed(99), random.seed(99), np.random.seed(99)
             if way == "file":
                 session.load(path)

@@ -43,6 +43,14 @@ def test_every_so_many_epochs() -> None:
     assert every(epochs=2).needs_epochs
 
 
+def test_every_share_of_the_run() -> None:
+    assert due_steps(every(share=0.25), 40, total_steps=40) == [10, 20, 30]
+    assert due_steps(every(share=0.01), 4, total_steps=40) == [1, 2, 3], "never more than once per step"
+    assert not every(share=0.25).needs_epochs
+    with pytest.raises(ValueError, match=r"every\(share=0\.25\) needs the length of the run: give Session total_steps=…"):
+        every(share=0.25).due(Progress(step=2), Progress(step=0), None)
+
+
 def test_epochs_of_unknown_length_are_an_error() -> None:
     with pytest.raises(ValueError, match="steps_per_epoch"):
         every(epochs=2).due(Progress(step=2), Progress(step=0), None)
@@ -57,6 +65,9 @@ def test_epochs_of_unknown_length_are_an_error() -> None:
         lambda: every(steps=-5),
         lambda: every(epochs=0.0),
         lambda: every(epochs=float("nan")),
+        lambda: every(epochs=1, share=0.5),
+        lambda: every(share=0.0),
+        lambda: every(share=1.5),
         lambda: on_drift(0),
         lambda: on_drift(2.5),
         lambda: on_drift(float("nan")),
@@ -108,7 +119,14 @@ def test_a_ramp_without_the_length_of_the_run_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "name"), [(once(), "once"), (every(steps=5), "every 5 steps"), (on_drift(0.2), "on drift > 0.2")]
+    ("schedule", "name"),
+    [
+        (once(), "once"),
+        (every(steps=5), "every 5 steps"),
+        (every(epochs=3), "every 3 epochs"),
+        (every(share=0.01), "every 0.01 of the run"),
+        (on_drift(0.2), "on drift > 0.2"),
+    ],
 )
 def test_a_schedule_says_what_it_is(schedule: Schedule, name: str) -> None:
     assert schedule.name == name

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, problems
 
-from pliant.solve import Problem, Solver, cycle, fixed, greedy, knapsack, milp, sample
+from pliant.solve import Problem, Solver, cycle, fixed, freeze, greedy, knapsack, milp, sample, with_ends
 
 TIE = 1e-6  # HiGHS calls two values equal below this share of the largest one
 
@@ -475,10 +475,57 @@ def test_cycle_passes_over_what_is_always_chosen_and_what_does_not_fit() -> None
     assert rounds(cycle(), everything, 1) == ["abcde"]
 
 
+def test_cycle_goes_in_the_order_that_is_asked_for() -> None:
+    assert rounds(cycle(order="ascending"), plain(15), 6) == ["e", "d", "c", "b", "a", "e"]
+    assert rounds(cycle(2, "ascending"), plain(15), 3) == ["de", "bc", "ae"]
+    by_lot = rounds(cycle(order="random"), plain(15), 20)
+    laps = ["".join(by_lot[i : i + 5]) for i in range(0, 20, 5)]
+    assert all(sorted(lap) == list("abcde") for lap in laps) and len(set(laps)) > 1
+    assert rounds(cycle(order="random"), plain(15), 20) == by_lot
+    assert rounds(cycle(order="random"), replace(plain(15), seed=1), 20) != by_lot
+
+
+def test_what_the_loss_does_not_hang_on_has_no_turn_and_is_not_drawn() -> None:
+    beside = problem([1, 1, 1, 1], [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]], [[1, 1, 1]], [9], always=())  # nothing needs c
+    assert beside.reached.tolist() == [True, True, False, True]
+    assert rounds(cycle(), beside, 4) == ["a", "b", "d", "a"]
+    assert rounds(sample(), beside, 2) == ["abd"] * 2
+    assert names(beside, with_ends(fixed())(replace(beside, needed=beside.needed[:2], price=np.ones((1, 2))))) == "ab"
+    assert rounds(freeze(0.5), replace(beside, done=0.0), 1) == ["abd"]
+
+
+def test_with_ends_leaves_what_lies_between_to_another() -> None:
+    assert names(plain(15), with_ends(fixed("c"))(plain(15))) == "ace"
+    drawn = rounds(with_ends(sample(1)), plain(15), 30)
+    assert {one[0] + one[2] for one in drawn} == {"ae"} and {one[1] for one in drawn} == set("bcd")
+    assert rounds(with_ends(cycle()), plain(15), 3) == ["abe", "ace", "ade"]
+    alone = problem([1], [[1]], [[1]], [1])
+    assert names(alone, with_ends(sample())(alone)) == "a"
+
+
+def test_freeze_lets_units_go_from_the_input_on() -> None:
+    headed = replace(plain(15), always=np.array([True, False, False, False, False]))  # e goes at ½, d at ⅝, c at ¾, b at ⅞
+    at_eighths = [names(headed, freeze(0.5, cubed=False)(replace(headed, done=eighth / 8))) for eighth in range(9)]
+    assert at_eighths == ["abcde"] * 4 + ["abcd", "abc", "ab", "a", "a"]
+    cubes = [(eighth / 8) ** 3 for eighth in (4, 5, 6, 7)]
+    assert [names(headed, freeze(0.5)(replace(headed, done=cube))) for cube in cubes] == ["abcd", "abc", "ab", "a"]
+    assert names(headed, freeze(0.5)(replace(headed, done=cubes[0] - 1e-6))) == "abcde"
+
+
+def test_freeze_keeps_to_a_budget_and_asks_for_the_length_of_the_run() -> None:
+    assert names(plain(5), freeze()(replace(plain(5), done=0.0))) == "acd"
+    with pytest.raises(ValueError, match=r"needs the length of the run: give Session total_steps=…"):
+        freeze()(plain(5))
+
+
 BAD: Sequence[tuple[str, object]] = (
     ("knapsack", lambda: knapsack(0)),
     ("sample", lambda: sample(0)),
     ("cycle", lambda: cycle(0)),
+    ("cycle", lambda: cycle(order="upwards")),
+    ("freeze", lambda: freeze(start=1.0)),
+    ("freeze", lambda: freeze(start=-0.1)),
+    ("freeze", lambda: freeze(start=float("nan"))),
     ("milp", lambda: milp(gap=-0.1)),
     ("milp", lambda: milp(nodes=0)),
 )

@@ -44,6 +44,20 @@ def test_budgets_are_those_that_were_given() -> None:
         task.policy("full", time="0.5")
 
 
+@pytest.mark.parametrize("name", ["freeze_out", "lisa", "badam"])
+def test_published_baselines_come_by_name_and_keep_no_budget(name: str) -> None:
+    assert task.RECIPES[name] is getattr(recipes, name) and task.budgets(name) == ()
+    with pytest.raises(PliantError, match="takes none"):
+        task.policy(name, memory="1MB")
+    assert task.policy(name, seed=7).seed == (0 if name == "freeze_out" else 7), "nothing is drawn in freeze_out"
+    mine = loaded(scratch=True)
+    with task.session(mine, task.policy(name), batch=8, lr=0.1, epochs=2, scratch=True) as session:
+        for epoch in range(2):
+            for batch in mine.batches(8, 0, epoch):
+                assert torch.isfinite(session.step(batch))
+        assert session.progress.step == session.total_steps
+
+
 def test_the_rate_falls_from_the_start_to_nothing() -> None:
     rates = [task.rate(0.1, step, 10) for step in range(11)]
     assert rates[0] == 0.1 and rates[5] == pytest.approx(0.05) and rates[10] == pytest.approx(0)
