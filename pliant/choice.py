@@ -25,6 +25,7 @@ from pliant.update import Update
 Probe = Callable[[int], dict[Unit, float]]
 
 _REMEMBERED = 8  # plans of a round
+_MOST_SPARED = 0.99  # by inference: all of it would be a cache
 _WHILE_SCORED = 3  # times what is scored: a gradient, its update and their product
 
 
@@ -38,9 +39,9 @@ class Choice:
         runs the steps."""
         self.policy = policy
         self.correct = correct
-        self.profile = profile.on(engine, False) if profile is not None else None
+        self.profile = profile.on(engine, 0.0) if profile is not None else None
         self._engine = engine
-        self.cached = False  # whether features come from a cache
+        self.spared = 0.0  # of the forward pass before anything chosen: all of it where features come from a cache
         self.units: tuple[Unit, ...] = ()
         self.selection: Selection | None = None
         self.drift = Drift()
@@ -59,7 +60,7 @@ class Choice:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
         if self.profile is None:
             self.profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm).on(
-                self._engine, self.cached
+                self._engine, self.spared
             )
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
@@ -118,13 +119,25 @@ class Choice:
             return None
         if self._is_over(now):
             return self._smaller(now)
-        selection = self._known(now) or self._plan(replace(now, round=self.selection.round))
+        selection = self._known(now)
+        if selection is None:
+            selection = self._plan(replace(now, round=self.selection.round), self.selection.units)
+            if selection.units == self.selection.units:  # and stays so until something more is within reach
+                self._remember(replace(selection, limit={**selection.limit, **self._next_up(selection)}))
         asked = self.asked_seconds(now) if self.correct else None
         nearer = asked is None or self.feedback.is_nearer(selection.cost.seconds, asked)
         if selection.units != self.selection.units and (nearer or self._budget_moved(now)):
             return selection
         self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
         return None
+
+    def _next_up(self, selection: Selection) -> dict[str, float]:
+        """The most seconds within which a correction adds nothing to a selection."""
+        if self.profile is None or "seconds" not in selection.limit:
+            return {}
+        others = [unit for unit in self.units if unit not in set(selection.units)]
+        least = min((self.profile.cost([*selection.units, unit]).seconds for unit in others), default=math.inf)
+        return {"seconds": max(selection.limit["seconds"], least * (1 - 1e-8))}
 
     def _smaller(self, now: Progress) -> Selection:
         """A selection that is predicted to take less than the one in force, by as much as that took too much."""
@@ -263,24 +276,41 @@ class Choice:
         self._plans = []
         self.feedback.forget()
 
-    def run_on(self, engine: str, cached: bool) -> None:
-        """Another engine runs the steps from now on, or features come from a cache; what is chosen stays."""
-        if (engine, cached) != (self._engine, self.cached):
-            self._engine, self.cached, self._plans = engine, cached, []
-            self.profile = self.profile.on(engine, cached) if self.profile is not None else None
+    def run_on(self, engine: str, spared: float) -> None:
+        """Another engine runs the steps from now on, or one that spares so much of the forward pass; what is chosen stays."""
+        if (engine, spared) == (self._engine, self.spared):
+            return
+        self._engine, self.spared, self._plans = engine, spared, []
+        if self.profile is None:
+            return
+        self.profile = self.profile.on(engine, spared)
+        if self.selection is not None:
+            self.selection = replace(self.selection, cost=self.profile.cost(self.selection.units))
+            self.feedback.predict(self.selection.cost.seconds)
+
+    def raced(self, seconds: float, without: float | None) -> None:
+        """Steps of the selection in force take so long on the engine that won, and so long without running what comes before
+        it as inference, if that was tried: prices know from now on how much of it that spares."""
+        if self.selection is None or self.profile is None:
+            return
+        if without is not None:
+            plain, least = (self.profile.cost(self.selection.units, spared=spared).seconds for spared in (0.0, 1.0))
+            share = (1 - seconds / without) * plain / (plain - least) if plain > least and without > 0 else 0.0
+            self.run_on(self._engine, min(max(share, 0.0), _MOST_SPARED))
+        self.feedback.expect(seconds)
 
     @property
     def _next_round(self) -> int:
         return self.selection.round + 1 if self.selection is not None else 0
 
-    def _plan(self, now: Progress) -> Selection:
+    def _plan(self, now: Progress, near: Sequence[Unit] = ()) -> Selection:
         if self.profile is None:
             raise RuntimeError("nothing is measured yet: look() comes first.")
         correction = None  # at the start, a budget that cannot be kept is an error
         if self.feedback.rounds:
             asked = self.asked_seconds(now)
             correction = self.feedback.correction(asked) if asked is not None and self.correct else 1.0
-        selection = plan(self.policy, self.profile, self._values, now, correction, self._within(now))
+        selection = plan(self.policy, self.profile, self._values, now, correction, self._within(now), near)
         self._remember(selection)
         return selection
 
@@ -300,11 +330,16 @@ class Choice:
         aim, within = asked * self.feedback.correction(asked), self._within(now)
         for known in sorted(self._plans, key=lambda known: -known.cost.seconds):
             limit, cost = known.limit["seconds"], known.cost.seconds
-            if within is not None and known.cost.bytes > within:
+            if (within is not None and known.cost.bytes > within) or not self._is_near(known):
                 continue
             if known.asked == limits and cost <= aim and (aim <= limit or cost >= (1 - WITHIN) * aim):
                 return replace(known, step=now.step, limit={**known.limit, "seconds": aim})
         return None
+
+    def _is_near(self, plan: Selection) -> bool:
+        """Whether it only adds to what is in force, or only takes from it."""
+        there, here = set(plan.units), set(self.selection.units if self.selection is not None else ())
+        return there <= here or here <= there
 
     def _budget_moved(self, now: Progress) -> bool:
         """Whether a budget that moves with progress has moved away from the one that was planned for."""
@@ -344,7 +379,7 @@ class Choice:
         self._last = replace(now, step=state["last"][0], round=state["last"][1])
         if state["profile"]:
             self.profile = Profile.from_json(state["profile"])
-            self._engine, self.cached = self.profile.engine, self.profile.cached
+            self._engine, self.spared = self.profile.engine, self.profile.spared
         self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
         self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
         self._plans = [Selection.from_json(plan) for plan in state["plans"]]

@@ -8,7 +8,8 @@ from statistics import fmean, median
 from typing import Any
 
 WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
-_PAY_BACK = 10  # steps within which seconds that were saved or overspent are made up for, if a correction may come by then
+_PAY_BACK = 50  # steps within which seconds that were saved or overspent are made up for: sooner, choices would swing
+_CHANCE = 10  # steps after which a correction must have shown
 _LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
 _FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
@@ -69,6 +70,16 @@ class Feedback:
         self.rounds.append(round)
         self.recent = None
 
+    def predict(self, seconds: float) -> None:
+        """So much is predicted of the selection in force now: prices are better known."""
+        if self.rounds:
+            self.rounds[-1].predicted = seconds
+
+    def expect(self, seconds: float) -> None:
+        """Steps of the selection in force will take so long: the engine that runs them is another one than before."""
+        if self.rounds and self.rounds[-1].predicted > 0 and seconds > 0:
+            self.ratio = seconds / self.rounds[-1].predicted
+
     def see(
         self, seconds: Sequence[float], asked: float | None, pays: bool = True, share: bool = False, pause: float = 0.0
     ) -> None:
@@ -116,7 +127,7 @@ class Feedback:
     def is_stuck(self, asked: float) -> bool:
         """Whether so much was saved that a step may take all that it ever may, and steps still take less than was asked."""
         since = self.rounds[-1].steps if self.rounds else 0  # a correction had its chance
-        return since > _PAY_BACK and self.recent is not None and self.recent < asked and self.target(asked) >= _MOST * asked
+        return since > _CHANCE and self.recent is not None and self.recent < asked and self.target(asked) >= _MOST * asked
 
     # ------------------------------------------------------------ bytes
 

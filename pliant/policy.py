@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -50,13 +50,15 @@ def plan(
     progress: Progress | None = None,
     correction: float | None = None,
     within: float | None = None,
+    near: Sequence[Unit] = (),
 ) -> Selection:
     """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
 
     A value that is not a number says nothing for its unit; the unit is then chosen only if it always is. A budget below the
     floor is an error. With a `correction`, seconds are planned for that many times what was asked, or for the floor where that
     is more: steps that ran slower or faster than predicted are not the user's mistake. `within` are the bytes to plan for in
-    place of those asked, or the floor where that is more, as long as it is within what was asked.
+    place of those asked, or the floor where that is more, as long as it is within what was asked. A choice that is `near` is
+    changed no more than must be: where it leaves something over it is added to, and where it costs too much it is taken from.
     """
     progress = progress if progress is not None else Progress()
     units = tuple(values)
@@ -90,6 +92,15 @@ def plan(
         limit["bytes"] = min(limit["bytes"], max(within, floor.bytes))
     _check_floor(floor, what, profile.base, limit, full)
     problem = problem_within(limit)
+    held = np.isin(names, [unit.name for unit in near])
+    if held.any() and not problem.fits(held):
+        few = {unit: values[unit] for unit, keep in zip(units, held | always, strict=True) if keep}
+        return replace(
+            plan(policy, profile, few, progress, correction, within), values=dict(zip(names, worth.tolist(), strict=True))
+        )
+    if held.any():
+        always = always | held
+        problem = problem_within(limit)
     chosen = policy.solver(problem)
     if not chosen.any():  # no value is positive and nothing is always chosen: the best single unit that fits
         order = sorted(_reached(problem), key=lambda i: -worth[i])

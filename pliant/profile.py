@@ -42,7 +42,7 @@ class Charge:
     a tensor kept for backward names every operation that reads it. So the backward graph, and the union of what
     it keeps, are one list. `via` points to later entries of the list only. `live` says during which moments of a step (see
     `Profile`) its bytes stand, from the first up to the second; None: all along. `engine`: due only where that engine runs the
-    step, or, if it is "cached", where features come from a cache.
+    step, or, if it is "cached", as far as the forward pass before anything chosen is spared.
     """
 
     name: str
@@ -115,10 +115,11 @@ class Profile:
 
     `plain` is what a step of training without this library costs, where that is not the same as choosing everything.
     `checks` are whole steps that were taken to test the measurement: seconds predicted, of the fastest try, of the slowest.
-    `engine` runs the steps; `on("lean")` is the same profile for another one. Where features are `cached`, the forward pass is
-    due only for what lies between the loss and anything chosen, and `base` is what is left of it. `shapes` are those of the
-    parameters: a slice costs its share of what its parameter's gradient, optimizer state and, along the inputs, kept
-    activations cost.
+    `engine` runs the steps; `on("lean")` is the same profile for another one. `spared` is how much of the forward pass before
+    anything chosen a step does not pay for: all of it (1) where features come from a cache, some of its seconds where it runs
+    as inference. Then only the rest of it is in `base`, and the spared part is due for what lies between the loss and anything
+    chosen. `shapes` are those of the parameters: a slice costs its share of what its parameter's gradient, optimizer state and,
+    along the inputs, kept activations cost.
     """
 
     charges: tuple[Charge, ...]
@@ -132,7 +133,7 @@ class Profile:
     checks: tuple[tuple[float, float, float], ...] = ()
     engine: str = "plain"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    cached: bool = False
+    spared: float = 0.0
 
     def __post_init__(self) -> None:
         for i, charge in enumerate(self.charges):
@@ -141,25 +142,42 @@ class Profile:
             if charge.live is not None and not 0 <= charge.live[0] <= charge.live[1] <= len(self.moments):
                 raise ValueError(f"charge {i} ({charge.name!r}) has live={charge.live} of {len(self.moments)} moments.")
 
-    def on(self, engine: str, cached: bool | None = None) -> Profile:
-        """The same profile for steps that another engine runs, or from cached features; 1.0 is still a plain full step."""
+    def on(self, engine: str, spared: float | None = None) -> Profile:
+        """The same profile for steps that another engine runs, or that spare so much of the forward pass; 1.0 is still a plain
+        full step."""
         if engine not in ENGINES:
             raise ValueError(f"engine={engine!r} is not known to profiles; one of: {', '.join(ENGINES)}.")
-        cached = self.cached if cached is None else cached
-        if (engine, cached) == (self.engine, self.cached):
+        spared = self.spared if spared is None else spared
+        if not 0 <= spared <= 1:
+            raise ValueError(f"spared={spared}: from nothing (0) to all (1) of the forward pass before anything chosen.")
+        if (engine, spared) == (self.engine, self.spared):
             return self
-        sign = int(self.cached) - int(cached)
-        several = [charge.cost for charge in self.charges if charge.engine == CACHED]
-        seconds, macs = math.fsum(cost.seconds for cost in several), sum(cost.macs for cost in several)
-        base = replace(self.base, seconds=self.base.seconds + sign * seconds, macs=self.base.macs + sign * macs)
-        return replace(self, engine=engine, cached=cached, base=base if sign else self.base, plain=self.full)
+        seconds, macs = (old - new for old, new in zip(self._all_that(self.spared), self._all_that(spared), strict=True))
+        base = replace(self.base, seconds=self.base.seconds + seconds, macs=self.base.macs + int(macs))
+        return replace(self, engine=engine, spared=spared, base=base if seconds or macs else self.base, plain=self.full)
 
-    def cost(self, units: Iterable[Unit], engine: str | None = None, cached: bool | None = None) -> Cost:
+    def _all_that(self, spared: float) -> tuple[float, float]:
+        """Seconds and MACs that are spared where nothing is chosen; inference takes less time, but all MACs."""
+        several = [charge.cost for charge in self.charges if charge.engine == CACHED]
+        seconds = spared * math.fsum(cost.seconds for cost in several)
+        return seconds, sum(cost.macs for cost in several) if spared == 1 else 0
+
+    @cached_property
+    def _priced(self) -> tuple[Charge, ...]:
+        """The charges as they are due: of the forward pass, what was spared of it."""
+        if self.spared in (0, 1):
+            return self.charges
+        return tuple(
+            replace(c, cost=replace(c.cost, seconds=self.spared * c.cost.seconds, macs=0)) if c.engine == CACHED else c
+            for c in self.charges
+        )
+
+    def cost(self, units: Iterable[Unit], engine: str | None = None, spared: float | None = None) -> Cost:
         """What one step costs when just these units are chosen. THE judge: solvers are checked against it.
 
-        Without `engine` and `cached`: on the engine that this profile is for, from a cache if it is.
+        Without `engine` and `spared`: on the engine that this profile is for, with as much of the forward pass spared.
         """
-        there = self.on(engine or self.engine, cached)
+        there = self.on(engine or self.engine, spared)
         if there is not self:
             return there.cost(units)
         due = self.due(units)
@@ -232,10 +250,10 @@ class Profile:
         for i in range(len(self.charges) - 1, -1, -1):
             for j in self.charges[i].via:
                 behind[i] |= own[j] | behind[j]
-        return [each for each in zip(self.charges, own, behind, strict=True) if self._counts(each[0])]
+        return [each for each in zip(self._priced, own, behind, strict=True) if self._counts(each[0])]
 
     def _counts(self, charge: Charge) -> bool:
-        return charge.engine in (None, self.engine) or (self.cached and charge.engine == CACHED)
+        return charge.engine in (None, self.engine) or (self.spared > 0 and charge.engine == CACHED)
 
     def _pieces(self, parts: Iterable[Part]) -> dict[str, tuple[int | None, float]]:
         """For each parameter that parts are of: along which dimension they cut it (None: not at all), and how much of it they
@@ -334,7 +352,7 @@ class Profile:
                 held[slice(*(charge.live or (0, None)))] += charge.cost.bytes * share
 
         for i in range(len(self.charges) - 1, -1, -1):
-            charge, row, own = self.charges[i], np.zeros(len(units), bool), dict[int, list[tuple[int | None, float]]]()
+            charge, row, own = self._priced[i], np.zeros(len(units), bool), dict[int, list[tuple[int | None, float]]]()
             for j in charge.via:
                 row |= rows[j]
             for param in charge.params:
@@ -405,7 +423,7 @@ class Profile:
             "plain": None if self.plain is None else asdict(self.plain),
             "checks": [list(check) for check in self.checks],
             "engine": self.engine,
-            "cached": self.cached,
+            "spared": self.spared,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
 
@@ -437,7 +455,7 @@ class Profile:
             tuple((predicted, fastest, slowest) for predicted, fastest, slowest in data["checks"]),
             data["engine"],
             {name: tuple(shape) for name, shape in data["shapes"].items()},
-            data["cached"],
+            data["spared"],
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

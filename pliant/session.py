@@ -260,8 +260,8 @@ class Session:
         if self._engine.features is not None:
             ids = data.ids_of(batch) if ids is None else ids
             cached = self._engine.caches and ids is not None
-            if cached != self._choice.cached:
-                self._choice.run_on(self._engine.keeps, cached)
+            if cached != (self._choice.spared == 1):
+                self._choice.run_on(self._engine.keeps, float(cached))
         if self._micro == 0:
             self._optimizer.zero_grad(set_to_none=True)  # first: a probe needs the room
             self._engine.zero_grad()
@@ -405,6 +405,8 @@ class Session:
         seconds = self._laps.end(counts)
         self._log.step(self._step, self._round, value, seconds)
         if counts and self._ours and self._engine.see(seconds):
+            self._choice.run_on(self._engine.keeps, float(self._engine.caches))
+            self._choice.raced(*self._engine.raced)
             self._note(f"steps run on the engine {self.engine!r}: the fastest of {', '.join(map(str, self._engine.race.ways))}")
         self._look_at_bytes()
         if self.policy.when.watches and self._step % Drift.every == 0:
@@ -450,7 +452,7 @@ class Session:
         """Ask for the next selection and apply it; a probe that fails leaves the one in force."""
         start = self._laps.watch.mark()
         # A correction that moves the boundary costs all that is cached.
-        may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on and not self._choice.cached
+        may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on and self._choice.spared < 1
         if self._choice.is_off(self.progress, looked and may):
             with self._pace.correcting():
                 selection = self._choice.again(self.progress)
@@ -552,7 +554,7 @@ class Session:
         self._choice.load(state, self.progress)
         winner, self._raced = state["engine"]
         self._engine.settle(self.budget.memory is not None, races=winner is None and self._choice.correct, winner=winner)
-        self._choice.run_on(self._engine.keeps, self._choice.cached)
+        self._choice.run_on(self._engine.keeps, self._choice.spared)
         self._engine.forget()
         self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from instances import laws
+from oracle import steady
 from torch import nn
 
 from pliant import Part, Profile, Unit, measure
@@ -376,20 +377,43 @@ def test_from_a_cache_the_forward_pass_is_paid_from_the_choice_on() -> None:
     profile = measure.counted(model, optimizer, lambda model, x: model(x).square().mean(), batch)
     forward = {"0": 5 * 4 * 8, "2": 5 * 8 * 16, "4": 5 * 16 * 2}
 
-    def cost(*names: str, cached: bool) -> int:
-        return profile.cost([Unit("*", tuple(Part(name) for name in names))], cached=cached).macs
+    def cost(*names: str, spared: float) -> int:
+        return profile.cost([Unit("*", tuple(Part(name) for name in names))], spared=spared).macs
 
     everything = [name for name, _ in model.named_parameters()]
-    assert cost(*everything, cached=True) == cost(*everything, cached=False)
+    assert cost(*everything, spared=1.0) == cost(*everything, spared=0.0)
     for first, skipped in (("0.weight", ()), ("2.weight", ("0",)), ("4.weight", ("0", "2"))):
         chosen = [first, "4.weight"]
-        saved = cost(*chosen, cached=False) - cost(*chosen, cached=True)
+        saved = cost(*chosen, spared=0.0) - cost(*chosen, spared=1.0)
         assert saved == sum(forward[name] for name in skipped)
-    there = profile.on("plain", cached=True)
-    assert (there.base.macs, there.full, there.on("plain", cached=False).base) == (0, profile.full, profile.base)
+    there = profile.on("plain", spared=1.0)
+    assert (there.base.macs, there.full, there.on("plain", spared=0.0).base) == (0, profile.full, profile.base)
     assert Profile.from_json(there.to_json()) == there
     units = tuple(Unit(name, (Part(name),)) for name in everything)
     for k in range(1, len(units) + 1):  # the solver's table says the same
         table, mask = there.table(units), np.arange(len(units)) >= k
         due = (table.needed & mask).any(1)
         assert table.macs[due].sum() + there.base.macs == there.cost(units[k:]).macs
+
+
+@pytest.mark.parametrize("spared", [0.0, 0.25, 0.8, 1.0])
+def test_inference_spares_a_share_of_the_seconds_and_no_macs(spared: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = steady(model, optimizer, lambda model, x: model(x).square().mean(), torch.randn(5, 4))
+    there = profile.on("plain", spared=spared)
+    units = tuple(Unit(name, (Part(name),)) for name, _ in model.named_parameters())
+    for k in range(len(units)):
+        plain, cached = (profile.cost(units[k:], spared=share) for share in (0.0, 1.0))
+        cost = there.cost(units[k:])
+        assert cost.seconds == pytest.approx((1 - spared) * plain.seconds + spared * cached.seconds, rel=1e-12)
+        assert cost.macs == (cached if spared == 1 else plain).macs and cost.bytes == plain.bytes
+        assert (cached.seconds < plain.seconds) == (k >= 2)
+        table = there.table(units)
+        due = table.needed[:, k:].any(axis=1)
+        assert there.base.seconds + table.seconds[due].sum() == pytest.approx(cost.seconds, rel=1e-12)
+    assert there.full == profile.full and there.on("plain", spared=0.0).base.seconds == pytest.approx(profile.base.seconds)
+    assert Profile.from_json(there.to_json()) == there
+    with pytest.raises(ValueError, match="from nothing"):
+        profile.on("plain", spared=1.5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -100,6 +101,12 @@ class Engine:
         if over and self.features is not None and not self.way.cache:
             self.features.clear()
         return over
+
+    @property
+    def raced(self) -> tuple[float, float | None]:
+        """Seconds of a step the way that won, and the same way but for what runs as inference, if that took part."""
+        least, way = self.race.least, self.way
+        return least[way], least.get(replace(way, prefix=False)) if way.prefix and not way.cache else None
 
     @property
     def why_not(self) -> dict[str, str]:

@@ -69,6 +69,7 @@ class Race:
     def __init__(self, ways: Sequence[Way], winner: Way | None = None) -> None:
         self.ways = list(ways)
         self.winner = winner if winner in self.ways else self.ways[0] if len(self.ways) == 1 else None
+        self.least: dict[Way, float] = {}  # seconds of the fastest step of each, once all have had their turn
         self._taken: dict[Way, list[Callable[[], float]]] = {way: [] for way in self.ways}
         self._steps = 0
 
@@ -92,7 +93,7 @@ class Race:
             return False
         best = None
         for way, taken in self._taken.items():
-            least = min(read() for read in taken[1:])
+            least = self.least[way] = min(read() for read in taken[1:])
             if best is None or least < self.margin * best:
                 self.winner, best = way, least
         self._taken.clear()
