@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pliant import batches, checkpoint, data, journal, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
@@ -32,7 +33,7 @@ from pliant.profile import Profile
 from pliant.runlog import RunLog
 from pliant.types import ProbeError, Selection, Unit
 from pliant.undo import Undo
-from pliant.update import Update
+from pliant.update import Update, even_out_
 
 _LOOK_EVERY = 10  # steps between two looks of the closed loop at what steps take
 _RACE_AGAIN = 0.2  # of a step's cost: where another choice differs by more, another engine may be the fastest
@@ -130,7 +131,7 @@ class Session:
         self._told = ""  # the last reason why a budget is out of reach
         self._raced: float | None = None  # the size of the selection that ways to run a step were raced on
         self._closed = False
-        self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
+        self._hooks = self._hang_on(optimizer)
         self._engine.step_with(optimizer)
         _OPEN[model] = ref(self)
 
@@ -236,8 +237,9 @@ class Session:
             check_in_groups(self._params, optimizer, self.selection.params)
             self._engine.check(self.selection.parts, optimizer)
             self._choice.ask_again()
-        self._hook.remove()
-        self._hook = optimizer.register_step_post_hook(self._on_optimizer_step)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = self._hang_on(optimizer)
         self._engine.step_with(optimizer)  # what slices know is of the old one
         self._optimizer = optimizer
         self._note("the optimizer was replaced")
@@ -390,6 +392,9 @@ class Session:
                 )
             means.append(float(torch.stack(losses).float().mean()))
         return means
+
+    def _hang_on(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+        return [optimizer.register_step_pre_hook(even_out_), optimizer.register_step_post_hook(self._on_optimizer_step)]
 
     def _on_optimizer_step(self, *_: Any) -> None:
         """Hangs on the optimizer: sees the end of a step that the caller takes."""
@@ -632,7 +637,8 @@ class Session:
         try:
             self._log.write("end", step=self._step, round=self._round, resident=resident(), spent=self.spent)
         finally:
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             self._engine.let_go()
             self._norms.release_()
             restore_(self._found)

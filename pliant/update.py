@@ -46,3 +46,18 @@ class Update:
     def apart(self) -> Update:
         """The same with a scaler of its own, to try steps that nobody is to notice."""
         return replace(self, scaler=copy.deepcopy(self.scaler))
+
+
+def even_out_(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Before a step: a parameter that joins others in a fused SGD gets a momentum of zeros, of which its first step makes what
+    it makes of none. PyTorch's kernel takes the momenta of all its parameters, or of none."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group.get("fused") or not group["momentum"] or group["dampening"]:  # dampened, a first step is another one
+            continue
+        steps = [param for param in group["params"] if param.grad is not None]
+        new = [param for param in steps if optimizer.state.get(param, {}).get("momentum_buffer") is None]
+        if 0 < len(new) < len(steps):
+            for param in new:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)

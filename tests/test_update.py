@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from oracle import differences, snapshot
 from torch import nn
 from zoo import adamw, sgd
 
+from pliant import Policy, Session, measure, schedule, score, solve, units
 from pliant.update import Update
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -108,3 +110,20 @@ def test_without_a_scaler_there_is_none_apart() -> None:
 def test_a_step_of_no_batch_is_refused(accumulate: int) -> None:
     with pytest.raises(ValueError, match=f"accumulate={accumulate}: at least one"):
         Update(accumulate=accumulate)
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True, "weight_decay": 0.1}, {"maximize": True}])
+def test_layers_may_join_a_fused_sgd(settings: dict[str, Any]) -> None:
+    """Its kernel takes momenta of all that step or of none; a layer that is chosen later has none."""
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)], nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused, **settings)
+        words = units.layers(), score.random(), measure.counted, solve.sample(2), schedule.every(steps=3)
+        with Session(model, optimizer, loss, Policy(*words)) as session:
+            chosen = [session.step(batch) is not None and session.selection.params for batch in data(15)]
+        assert len(set(chosen)) > 2
+        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+        ends.append([param.detach() for param in model.parameters()])
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
