@@ -1,0 +1,166 @@
+"""The methods that `transfer.py` compares, by name: a recipe, its share, and words that are changed.
+
+    full                       a loop as anyone writes it: float32, SGD
+    full, tuned                the same with bfloat16, channels-last and the fused optimizer; on CUDA
+    full, captured             `recipes.full` as a CUDA graph: what graphs give without a choice
+    head, norm+bias, lora      fixed parts; lora: rank 8 beside every 1×1 convolution or linear layer
+    last 0.5, random 0.5       a share of the time of a plain full step; so are elastic_trainer, elastic_layers and pliant
+    green_trainer 0.5          a share of its MACs
+    freeze_out, lisa, badam    where `pliant.recipes` has them
+
+Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
+`…, solver greedy`, `…, every 100`, `…, probe 4`, `…, state drop`, `…, engine plain`, `…, norm frozen`, `…, memory 200MB`,
+`…, epochs 6`. `…, cache 4` gives each image four fixed views, and keeps what is computed before the choice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from fewshot_methods import LowRank
+from torch import nn
+from torch.nn.utils import parametrize
+
+from pliant import Budget, Policy, measure, recipes, schedule, score, solve, units
+from pliant.task import amount
+
+FULL, TUNED, CAPTURED = "full", "full, tuned", "full, captured"
+FIXED = ("norm+bias", "lora")  # made here; all others are recipes
+LATER = ("freeze_out", "lisa", "badam")
+MAIN = (
+    *(FULL, TUNED, CAPTURED, "head", "norm+bias", "lora", "last 0.5", "random 0.5"),
+    *("elastic_trainer 0.35", "elastic_trainer 0.5", "elastic_trainer 0.7", "elastic_layers 0.5", "green_trainer 0.5"),
+    *("pliant 0.35", "pliant 0.5", *LATER),
+)
+QUICK = (FULL, "head", "last 0.5", "elastic_trainer 0.5", "pliant 0.5")
+RANK = 8
+CACHE_BYTES = "8GB"
+
+Change = Callable[[Policy, str], Policy]
+SIGNALS = {"gain": lambda: score.update_gain(cross=False), "cross": lambda: score.update_gain(cross=True)}
+CHANGES: dict[str, Change] = {
+    "units": lambda policy, word: replace(policy, units=getattr(units, word)()),
+    "signal": lambda policy, word: replace(policy, signal=SIGNALS.get(word, getattr(score, word, None))()),
+    "cost": lambda policy, word: _priced(policy, word),
+    "solver": lambda policy, word: replace(policy, solver=getattr(solve, word)()),
+    "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
+    "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=True, batches=int(word), smooth=0.5)),
+    "state": lambda policy, word: replace(policy, state=word),
+    "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
+}
+AROUND = ("engine", "norm", "cache", "epochs")  # words that are not the policy's
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a name says."""
+
+    name: str
+    recipe: str
+    share: str | None
+    words: dict[str, str]
+
+    @property
+    def is_plain(self) -> bool:
+        """A loop without a session."""
+        return self.recipe == "full" and "captured" not in self.words
+
+    @property
+    def is_tuned(self) -> bool:
+        return not self.is_plain or "tuned" in self.words
+
+    @property
+    def views(self) -> int:
+        return int(self.words.get("cache", 0))
+
+    @property
+    def engine(self) -> str:
+        return "graphs" if "captured" in self.words else self.words.get("engine", "auto")
+
+    def epochs(self, usual: int) -> int:
+        return int(self.words.get("epochs", usual))
+
+
+def parse(name: str) -> Method:
+    """A method by its name; one that nobody knows is an error.
+
+    >>> parse("pliant 0.5, engine plain")
+    Method(name='pliant 0.5, engine plain', recipe='pliant', share='0.5', words={'engine': 'plain'})
+    """
+    first, *rest = name.split(", ")
+    recipe, _, share = first.partition(" ")
+    words = {word: value for word, _, value in (part.partition(" ") for part in rest)}
+    modes = ("tuned", "captured") if recipe == "full" else ()
+    odd = [word for word, value in words.items() if word not in modes and (word not in (*CHANGES, *AROUND) or not value)]
+    if odd:
+        raise SystemExit(
+            f"method {name!r}: {odd[0]!r} is no word that can be changed. There are {', '.join((*CHANGES, *AROUND))}."
+        )
+    if recipe not in FIXED and not hasattr(recipes, recipe):
+        raise SystemExit(f"no method {name!r}: pliant.recipes has no {recipe!r}.")
+    return Method(name, recipe, share or None, words)
+
+
+def available(device: str, names: Sequence[str] = MAIN) -> list[str]:
+    """Of these, the methods that can run: recipes that are there; what is tuned for CUDA, there alone."""
+    there = [name for name in names if name not in LATER or hasattr(recipes, name)]
+    return there if device == "cuda" else [name for name in there if name not in (TUNED, CAPTURED)]
+
+
+def policy(method: Method, model: nn.Module, seed: int) -> Policy:
+    """The recipe with its share, its seed and its changed words."""
+    if method.recipe == "lora":
+        out = recipes.only("*parametrizations.weight.0.*", "classifier.*")
+    elif method.recipe == "norm+bias":
+        out = recipes.only(*norms_and_biases(model))
+    else:
+        make = getattr(recipes, method.recipe)
+        takes = inspect.signature(make).parameters
+        given: dict[str, Any] = {"seed": seed} if "seed" in takes else {}
+        if method.share is not None:
+            limit = next((kind for kind in ("time", "macs") if kind in takes), None)
+            if limit is None:
+                raise SystemExit(f"method {method.name!r}: {method.recipe} takes no share.")
+            given[limit] = amount(method.share)
+        out = make(**given)
+    for word, value in method.words.items():
+        if word in CHANGES:
+            out = CHANGES[word](out, value)
+    return out
+
+
+def _priced(policy: Policy, word: str) -> Policy:
+    """Another cost; shares of a step's time become shares of its MACs where no seconds are measured."""
+    budget = policy.budget if word == "timed" else Budget(macs=policy.budget.time, memory=policy.budget.memory)
+    return replace(policy, cost=getattr(measure, word), budget=budget)
+
+
+def norms_and_biases(model: nn.Module) -> list[str]:
+    """Scale and shift of every norm, every other bias, and the head."""
+    norm = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
+    inside = {f"{name}." for name, module in model.named_modules() if isinstance(module, norm)}
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if name.endswith("bias") or name.startswith("classifier.") or f"{name.rpartition('.')[0]}." in inside
+    ]
+
+
+def with_low_rank(model: nn.Module, seed: int, rank: int = RANK) -> nn.Module:
+    """The model with a low-rank term beside every 1×1 convolution and linear layer but the head. It computes what it did."""
+    torch.manual_seed(seed)
+    for name, module in list(model.named_modules()):
+        narrow = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1
+        if (narrow or isinstance(module, nn.Linear)) and name != "classifier":
+            parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
+    return model
+
+
+def optimizer(model: nn.Module, kind: str, lr: float, fused: bool) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, fused=fused)
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=fused)

@@ -1,0 +1,120 @@
+"""The tables of `transfer.py`: which learning rate is best, and what came of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from transfer_methods import CAPTURED, FULL, TUNED
+
+Cells = list[dict[str, Any]]
+LOSS = 0.003  # of accuracy, against full training: what reaches that is as good
+COLUMNS = ("method", "lr", "test accuracy", "steps", "run alone", "of full", "of tuned", "of captured")
+TO = f"to full's − {100 * LOSS:g}"
+COLUMNS += (TO, "peak MB", "joules", "ran on")
+
+
+def best(cells: Cells, task: str, method: str, rates: Sequence[float] = ()) -> float | None:
+    """Of all rates that were tried, the one with the best validation accuracy on seed 0.
+
+    None while not all of `rates` were, or where not one run went through.
+    """
+    tried = {c["lr"]: c.get("validation", -1.0) for c in cells if (c["task"], c["method"], c["seed"]) == (task, method, 0)}
+    lr = max(tried, key=lambda lr: tried[lr], default=None)
+    return lr if lr is not None and set(rates) <= set(tried) and tried[lr] >= 0 else None
+
+
+def table(cells: Cells, device: str) -> str:
+    """Markdown, a table for each task: test accuracies over seeds, and times of runs that had the machine to themselves."""
+    lines: list[str] = []
+    for task in dict.fromkeys(c["task"] for c in cells):
+        mine = [c for c in cells if c["task"] == task]
+        rates = {method: best(mine, task, method) for method in dict.fromkeys(c["method"] for c in mine)}
+        runs = {method: [c for c in mine if (c["method"], c["lr"]) == (method, lr)] for method, lr in rates.items()}
+        whole = {method: [c for c in some if "failed" not in c] for method, some in runs.items()}
+        rows = [_row(method, whole, {c["lr"] for c in mine if c["method"] == method}) for method in whole if whole[method]]
+        shown = [name for name in COLUMNS if any(row.get(name) for row in rows)]
+        lines += [f"### {task}", "", f"| {' | '.join(shown)} |", "|" + "---|" * len(shown)]
+        lines += [f"| {' | '.join(row.get(name, '') for name in shown)} |" for row in rows]
+        lines += ["", *_notes(mine, whole, device), ""]
+    return "\n".join(lines)
+
+
+def _row(method: str, whole: dict[str, Cells], tried: set[float]) -> dict[str, str]:
+    runs = whole[method]
+    by_seed = {c["seed"]: c for c in reversed(runs)}  # a run that was repeated alone counts once
+    test = [100 * c["test"] for c in by_seed.values()]
+    lr = runs[0]["lr"]
+    edge = {min(tried): " (smallest)", max(tried): " (largest)"}.get(lr, "") if len(tried) > 1 else ""
+    out = {
+        "method": method,
+        "lr": f"{lr:g}{edge}",
+        "test accuracy": f"{statistics.mean(test):.1f} ({min(test):.1f}–{max(test):.1f}, {len(test)})",
+        "steps": str(runs[0]["steps"]),
+        "ran on": ", ".join(dict.fromkeys(c["ran"] for c in runs if "ran" in c)),
+    }
+    if any("peak_bytes" in c for c in runs):
+        out["peak MB"] = f"{max(c['peak_bytes'] for c in runs if 'peak_bytes' in c) / 1e6:.0f}"
+    took, goal = _seconds(whole, method), _goal(whole)
+    if took is None:
+        return out
+    out["run alone"] = f"{took:.1f} s"
+    for name, other in (("of full", FULL), ("of tuned", TUNED), ("of captured", CAPTURED)):
+        reference = _seconds(whole, other)
+        out[name] = f"{took / reference:.2f}" if reference else ""
+    if goal is not None:
+        curve = [statistics.mean(points) for points in zip(*(_judged(c) for c in by_seed.values()), strict=True)]
+        epoch = next((n for n, judged in enumerate(curve) if judged >= goal), None)
+        if epoch is None:
+            out[TO] = f"no: {100 * max(curve):.1f}"
+        else:
+            seconds = statistics.mean(c["curve"][epoch][0] for c in _alone(runs))
+            reference = _seconds(whole, FULL)
+            out[TO] = f"{seconds:.1f} s" + (f" ({seconds / reference:.2f})" if reference else "")
+    joules = [c["joules"] for c in _alone(runs) if "joules" in c]
+    out["joules"] = f"{statistics.mean(joules):.0f}" if joules else ""
+    return out
+
+
+def _alone(runs: Cells) -> Cells:
+    return [c for c in runs if c["beside"] == 0]
+
+
+def _judged(run: dict[str, Any]) -> list[float]:
+    """Validation accuracy after each epoch."""
+    return [judged for _, judged, _ in run["curve"]]
+
+
+def _seconds(whole: dict[str, Cells], method: str) -> float | None:
+    """The mean time of runs that were alone."""
+    some = [c["seconds"] for c in _alone(whole.get(method, []))]
+    return statistics.mean(some) if some else None
+
+
+def _goal(whole: dict[str, Cells]) -> float | None:
+    """What full training ends with on the validation split, mean over seeds, less what counts for nothing."""
+    last = {c["seed"]: _judged(c)[-1] for c in whole.get(FULL, [])}
+    return statistics.mean(last.values()) - LOSS if last else None
+
+
+def _notes(mine: Cells, whole: dict[str, Cells], device: str) -> list[str]:
+    out = []
+    goal = _goal(whole)
+    if goal is not None:
+        out.append(
+            f"`{TO}`: seconds until the mean validation accuracy over seeds is {goal:.1%}, and of the whole run of `{FULL}`; "
+            f"`no`: the best that was reached."
+        )
+    seconds = "CPU time of one thread" if device == "cpu" else "synchronised wall time"
+    out.append(f"Accuracies: mean (range, seeds). Time: {seconds}.")
+    for what in ("start", "order"):
+        known: dict[int, set[int]] = {}
+        for c in mine:
+            if what in c and "epochs" not in c["method"]:
+                known.setdefault(c["seed"], set()).add(c[what])
+        odd = [seed for seed, some in known.items() if len(some) > 1]
+        if odd:
+            out.append(f"NOT COMPARABLE: runs of seed {odd[0]} had more than one {what}.")
+    out += list(dict.fromkeys(f"- {c['method']}, lr {c['lr']:g}: {c['failed']}" for c in mine if "failed" in c))
+    return ["\n\n".join(out[:2]), "", *out[2:]] if out[2:] else ["\n\n".join(out)]
