@@ -209,8 +209,8 @@ def test_shares_of_macs_are_those_of_the_backward_pass() -> None:
     assert back.base.macs == 0 and back.full.macs == whole.full.macs - whole.base.macs
     assert back.full.bytes == whole.full.bytes
     some = channels_of(model, loss, batch)[:3]
-    for cached in (False, True):
-        assert back.cost(some, cached=cached).macs == whole.cost(some).macs - whole.base.macs
+    for spared in (0.0, 1.0):
+        assert back.cost(some, spared=spared).macs == whole.cost(some).macs - whole.base.macs
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -264,7 +264,7 @@ def test_with_a_time_budget_a_resumed_run_differs_by_nothing_but_what_steps_take
         return on_steady_device(recipes.pliant(time=time, seed=seed, when=schedule.every(steps=25)))
 
     monkeypatch.setitem(task.RECIPES, "pliant", steady)
-    monkeypatch.setattr("pliant.clock.Laps.seconds", lambda laps, span: 5e-4)
+    monkeypatch.setattr("pliant.clock.Laps.seconds", lambda laps, span: 2e-3)
     monkeypatch.setattr("pliant.clock.Pace.may_correct", True)
     monkeypatch.setattr("pliant.clock.Pace.pause", 0.0)
     options = {**TINY, "exact": False, "recipe": "pliant", "time": "0.8", "evaluate_every": 5, "epochs": 6}
