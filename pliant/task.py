@@ -59,7 +59,7 @@ def load(model: str, source: str, *, size: int, seed: int, device: str, scratch:
 
     `source` is "digits", a folder of images or a packed set (.npz). `scratch` begins with random weights.
     """
-    where = _device(device)
+    where = device_of(device)
     torch.manual_seed(seed)  # the weights of a new last layer
     if source == "digits":
         digits = data.digits(size, seed)
@@ -81,7 +81,8 @@ def load(model: str, source: str, *, size: int, seed: int, device: str, scratch:
     return Task(net, on_device[0], on_device[1], classes)
 
 
-def _device(asked: str) -> torch.device:
+def device_of(asked: str) -> torch.device:
+    """The device of this name; "auto": a GPU where there is one."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
     try:
         device = torch.device(name)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pliant
-from pliant.cli.app import app, device_of, meant, model_of, there, told
+from pliant.cli.app import app, meant, model_of, there, told
 from pliant.cli.progress import bar
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ def adapt(
 
     Example: pliant adapt --support birds/few --query birds/new --memory 1MB --macs 0.15 --out birds.safetensors
     """
-    from pliant import fewshot, images, models, recipes
+    from pliant import fewshot, images, models, recipes, task
 
     console = Console(stderr=as_json)
     with told(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
         with meant("--memory, --macs"):
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
-        where = device_of(device)
+        where = task.device_of(device)
         there("--support", support)
         net = model_of("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
         learned = images.load(support, size)

@@ -16,7 +16,6 @@ import pliant
 from pliant.task import TaskError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -89,19 +88,6 @@ def model_of(option: str, name: str, pretrained: bool = False) -> nn.Module:
             if not name.startswith(str(error.name)):  # the model's own module is there, and lacks another one
                 raise
             raise ValueError(f"no module {error.name!r} for {name!r}: it is looked for here and where Python looks.") from error
-
-
-def device_of(name: str) -> torch.device:
-    """The device that --device names."""
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise Misused(f"--device: {name!r} is no device: give cpu, cuda or cuda:1.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise Misused(f"--device: torch sees no CUDA device here, and {name!r} was given. `pliant doctor` says what it sees.")
-    return device
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pliant.cli.app import Misused, app, device_of, model_of, there, told
+from pliant.cli.app import Misused, app, model_of, there, told
 from pliant.cli.progress import bar
 
 _WAYS = 5  # classes of a task, at least
@@ -38,7 +38,7 @@ def meta_train(
     """
     import torch
 
-    from pliant import fewshot, images, models
+    from pliant import fewshot, images, models, task
 
     console, state = Console(), Path(f"{out}.state")
 
@@ -49,7 +49,7 @@ def meta_train(
         if out.exists() or (state.exists() and not resume):
             file, what = (out, "choose another --out") if out.exists() else (state, "go on with --resume")
             raise ValueError(f"{str(file)!r} is there already, from another run: {what}, or remove it.")
-        where = device_of(device)
+        where = task.device_of(device)
         there("SOURCE", source)
         torch.manual_seed(seed)  # random weights
         net = model_of("--backbone", backbone, pretrained=backbone in models.BUILT_IN and not scratch).to(where)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 import pliant
-from pliant.cli.app import Misused, app, device_of, model_of, told
+from pliant.cli.app import Misused, app, model_of, told
 
 
 @app.command()
@@ -36,7 +36,7 @@ def profile(
     """
     import torch
 
-    from pliant import roofline, units
+    from pliant import roofline, task, units
     from pliant.survey import survey
 
     console = Console()
@@ -44,7 +44,7 @@ def profile(
     with told(console, ValueError, RuntimeError):
         if shape and not all(n.isdecimal() for n in shape.split("x")):
             raise Misused(f"--shape: {shape!r} is no shape: write whole numbers with an x between them, like 3x128x128.")
-        where = device_of(device)
+        where = task.device_of(device)
         net = model_of("MODEL", model).to(where)
         inputs = tuple(int(n) for n in shape.split("x")) if shape else (3, size, size)
         x = torch.randint(ids, (batch, *inputs), device=where) if ids else torch.randn(batch, *inputs, device=where)
