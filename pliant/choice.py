@@ -121,8 +121,9 @@ class Choice:
             return self._smaller(now)
         selection = self._known(now)
         if selection is None:
-            selection = self._plan(replace(now, round=self.selection.round), self.selection.units)
-            if selection.units == self.selection.units:  # and stays so until something more is within reach
+            near = () if self._budget_moved(now) else self.selection.units  # another budget is no correction
+            selection = self._plan(replace(now, round=self.selection.round), near)
+            if near and selection.units == near:  # and stays so until something more is within reach
                 self._remember(replace(selection, limit={**selection.limit, **self._next_up(selection)}))
         asked = self.asked_seconds(now) if self.correct else None
         nearer = asked is None or self.feedback.is_nearer(selection.cost.seconds, asked)
@@ -135,9 +136,9 @@ class Choice:
         """The most seconds within which a correction adds nothing to a selection."""
         if self.profile is None or "seconds" not in selection.limit:
             return {}
-        others = [unit for unit in self.units if unit not in set(selection.units)]
-        least = min((self.profile.cost([*selection.units, unit]).seconds for unit in others), default=math.inf)
-        return {"seconds": max(selection.limit["seconds"], least * (1 - 1e-8))}
+        more = zip(self.units, self.profile.with_one_more(self.units, selection.units), strict=True)
+        room = [seconds for unit, seconds in more if unit not in set(selection.units) and self._values.get(unit, 0.0) > 0]
+        return {"seconds": max(selection.limit["seconds"], min(room, default=math.inf) * (1 - 1e-8))}
 
     def _smaller(self, now: Progress) -> Selection:
         """A selection that is predicted to take less than the one in force, by as much as that took too much."""
@@ -262,7 +263,9 @@ class Choice:
 
     def change_budget(self, budget: Budget, now: Progress, engine: str) -> None:
         """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays."""
-        policy, profile = replace(self.policy, budget=budget), self.profile.on(engine) if self.profile is not None else None
+        policy = replace(self.policy, budget=budget)
+        spared = self.spared if engine == self._engine else float(self.spared == 1)  # what inference spares was the old one's
+        profile = self.profile.on(engine, spared) if self.profile is not None else None
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
             self._pending = plan(policy, profile, self._values, then)
@@ -272,7 +275,7 @@ class Choice:
                 self._pending = plan(policy, profile, self._values, then, 1 / self.feedback.ratio, within)
         if engine != self._engine:
             self.feedback.forget_bytes()
-        self.policy, self.profile, self._engine = policy, profile, engine
+        self.policy, self.profile, self._engine, self.spared = policy, profile, engine, spared
         self._plans = []
         self.feedback.forget()
 
@@ -280,6 +283,8 @@ class Choice:
         """Another engine runs the steps from now on, or one that spares so much of the forward pass; what is chosen stays."""
         if (engine, spared) == (self._engine, self.spared):
             return
+        if engine != self._engine:
+            self.feedback.forget_bytes()
         self._engine, self.spared, self._plans = engine, spared, []
         if self.profile is None:
             return

@@ -78,7 +78,7 @@ class Feedback:
     def expect(self, seconds: float) -> None:
         """Steps of the selection in force will take so long: the engine that runs them is another one than before."""
         if self.rounds and self.rounds[-1].predicted > 0 and seconds > 0:
-            self.ratio = seconds / self.rounds[-1].predicted
+            self.ratio, self.recent = seconds / self.rounds[-1].predicted, None
 
     def see(
         self, seconds: Sequence[float], asked: float | None, pays: bool = True, share: bool = False, pause: float = 0.0

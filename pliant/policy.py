@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pliant.budget import RESOURCES, Budget, Progress
 from pliant.profile import Profile, Table
 from pliant.schedule import Schedule, once
-from pliant.solve import SLACK, Array, Problem, Solver
+from pliant.solve import SLACK, Array, Problem, Solver, takes_turns
 from pliant.types import BudgetError, Cost, Selection, Unit, match
 
 
@@ -59,6 +60,7 @@ def plan(
     is more: steps that ran slower or faster than predicted are not the user's mistake. `within` are the bytes to plan for in
     place of those asked, or the floor where that is more, as long as it is within what was asked. A choice that is `near` is
     changed no more than must be: where it leaves something over it is added to, and where it costs too much it is taken from.
+    Where nothing of it can stay, and for solvers that take turns, the choice is a fresh one.
     """
     progress = progress if progress is not None else Progress()
     units = tuple(values)
@@ -92,8 +94,10 @@ def plan(
         limit["bytes"] = min(limit["bytes"], max(within, floor.bytes))
     _check_floor(floor, what, profile.base, limit, full)
     problem = problem_within(limit)
-    held = np.isin(names, [unit.name for unit in near])
+    held = np.isin(names, [] if takes_turns(policy.solver) else [unit.name for unit in near])
     if held.any() and not problem.fits(held):
+        if not _some_fits(problem, held):  # nothing of it can stay: choose afresh
+            return plan(policy, profile, values, progress, correction, within)
         few = {unit: values[unit] for unit, keep in zip(units, held | always, strict=True) if keep}
         return replace(
             plan(policy, profile, few, progress, correction, within), values=dict(zip(names, worth.tolist(), strict=True))
@@ -125,6 +129,13 @@ def plan(
         dict(zip(names, worth.tolist(), strict=True)),
         asked,
     )
+
+
+def _some_fits(problem: Problem, held: NDArray[np.bool_]) -> bool:
+    """Whether what is always chosen fits or, where nothing is, one of those that are held."""
+    if problem.always.any():
+        return problem.fits(problem.always)
+    return any(problem.fits(np.arange(len(held)) == i) for i in np.flatnonzero(held & problem.reached))
 
 
 def _that_cost(table: Table) -> Table:

@@ -193,6 +193,13 @@ class Profile:
         amounts = zip(seconds.tolist(), peaks.tolist(), macs.tolist(), strict=True)
         return [Cost(s, self.base.bytes + math.ceil(b), math.ceil(m)) for s, b, m in amounts]
 
+    def with_one_more(self, units: tuple[Unit, ...], chosen: Iterable[Unit]) -> list[float]:
+        """For each unit, the seconds of a step that trains it beside those that are chosen."""
+        table, these = self.table(units), set(chosen)
+        due = table.needed[:, [unit in these for unit in units]].any(axis=1)
+        more = table.seconds[~due] @ table.needed[~due]
+        return (self.base.seconds + table.seconds[due].sum() + more).tolist()
+
     def split(self, units: Iterable[Unit]) -> dict[str, Cost]:
         """The same cost by what it is paid for: `forward`, `dX`, `dW` and `optimizer`.
 
@@ -402,7 +409,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": "pliant.profile/4",
+            "format": "pliant.profile/5",
             "base": asdict(self.base),
             "charges": [
                 {
@@ -430,8 +437,8 @@ class Profile:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
         found = data.get("format") if isinstance(data, Mapping) else None
-        if found != "pliant.profile/4":
-            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/4'.")
+        if found != "pliant.profile/5":
+            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/5'.")
         charges = tuple(
             Charge(
                 c["name"],

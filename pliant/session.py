@@ -120,7 +120,7 @@ class Session:
         if cache is not None and not isinstance(cache, Features):
             raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
         self._engine = Engine(model, loss, engine, cache, prefix_dtype)
-        self._engine.settle(policy.budget.memory is not None, races=False)
+        self._engine.settle(policy.budget, races=False)
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
         self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct, engine=self._engine.keeps)
         self._step = self._micro = 0
@@ -216,7 +216,7 @@ class Session:
         self._told = ""
         was = self._engine.race
         if (budget.memory is None) != (self.budget.memory is None):
-            self._engine.settle(budget.memory is not None, races=False)
+            self._engine.settle(budget, races=False)
         try:
             self._choice.change_budget(budget, self.progress, self._engine.keeps)
         except BaseException:
@@ -262,7 +262,7 @@ class Session:
         if self._engine.features is not None:
             ids = data.ids_of(batch) if ids is None else ids
             cached = self._engine.caches and ids is not None
-            if cached != (self._choice.spared == 1):
+            if cached != (self._choice.spared == 1) and not self._engine.race.is_on:
                 self._choice.run_on(self._engine.keeps, float(cached))
         if self._micro == 0:
             self._optimizer.zero_grad(set_to_none=True)  # first: a probe needs the room
@@ -410,6 +410,7 @@ class Session:
         seconds = self._laps.end(counts)
         self._log.step(self._step, self._round, value, seconds)
         if counts and self._ours and self._engine.see(seconds):
+            self._look_at_steps()  # of all that took part
             self._choice.run_on(self._engine.keeps, float(self._engine.caches))
             self._choice.raced(*self._engine.raced)
             self._note(f"steps run on the engine {self.engine!r}: the fastest of {', '.join(map(str, self._engine.race.ways))}")
@@ -506,7 +507,7 @@ class Session:
         size = selection.cost.seconds or selection.cost.macs
         if self._choice.correct and (self._raced is None or abs(size - self._raced) > _RACE_AGAIN * self._raced):
             self._raced = size
-            self._engine.settle(self.budget.memory is not None, races=True)
+            self._engine.settle(self.budget, races=True)
         self._choice.take(selection, replace(self.progress, round=selection.round))
         self._laps.new_round()
         seconds = self._laps.seconds(took)
@@ -540,7 +541,7 @@ class Session:
         if self._laps.is_running:  # a step that the caller's scaler skipped
             self._count_step()
         return {
-            "format": "pliant.session/4",
+            "format": "pliant.session/5",
             "step": self._step,
             "pace": self._pace.state(),
             "unseen": self._laps.peek(),
@@ -558,8 +559,8 @@ class Session:
         self._pace.load(state["pace"])
         self._choice.load(state, self.progress)
         winner, self._raced = state["engine"]
-        self._engine.settle(self.budget.memory is not None, races=winner is None and self._choice.correct, winner=winner)
-        self._choice.run_on(self._engine.keeps, self._choice.spared)
+        known = self._engine.settle(self.budget, races=self._choice.correct, winner=winner)
+        self._choice.run_on(self._engine.keeps, self._choice.spared if known else float(self._engine.caches))
         self._engine.forget()
         self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:
@@ -574,7 +575,7 @@ class Session:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit before anything is changed."""
-        if state.get("format") != "pliant.session/4":
+        if state.get("format") != "pliant.session/5":
             raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
         if state["policy"] != self.policy.name:
             raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")

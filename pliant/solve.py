@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -448,7 +449,7 @@ def sample(k: int | None = None) -> Solver:
         order = [int(i) for i in problem.rng().permutation(len(problem.names)) if free[i]]
         return _fill(problem, order, stop=False, most=k)
 
-    return solve
+    return _in_turns(solve) if k is not None else solve
 
 
 def cycle(k: int = 1, order: str = "descending") -> Solver:
@@ -473,7 +474,7 @@ def cycle(k: int = 1, order: str = "descending") -> Solver:
         start = problem.round * k
         return _fill(problem, [unit(start + i) for i in range(min(k, len(others)))], stop=False)
 
-    return solve
+    return _in_turns(solve)
 
 
 def with_ends(solver: Solver) -> Solver:
@@ -484,7 +485,7 @@ def with_ends(solver: Solver) -> Solver:
         always[[*reached[:1], *reached[-1:]]] = True
         return solver(replace(problem, always=always))
 
-    return solve
+    return _in_turns(solve) if takes_turns(solver) else solve
 
 
 def freeze(start: float = 0.8, cubed: bool = True) -> Solver:
@@ -505,4 +506,17 @@ def freeze(start: float = 0.8, cubed: bool = True) -> Solver:
         stay = problem.done < leave_at * (1 - SLACK)
         return _fill(problem, [int(i) for i in others[stay]], stop=False)
 
-    return solve
+    return _in_turns(solve)
+
+
+def takes_turns(solver: Solver) -> bool:
+    """Whether a solver chooses so many units, or those whose turn it is, rather than what is worth most."""
+    return solver in _TURNS
+
+
+def _in_turns(solver: Solver) -> Solver:
+    _TURNS.add(solver)
+    return solver
+
+
+_TURNS: WeakSet[Solver] = WeakSet()

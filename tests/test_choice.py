@@ -22,6 +22,7 @@ from zoo import sgd
 from pliant import Budget, BudgetError, Policy, Profile, Progress, Session, plan, recipes, schedule, score, solve, units, within
 from pliant.clock import Pace
 from pliant.engine.ways import Race, Way
+from pliant.graph import read
 from pliant.types import Part, Selection, Unit
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -523,3 +524,43 @@ def test_what_was_learned_of_the_device_survives_a_stop(start: Open, device: Dev
         train(session, 140)
         assert session.progress.step == 200
         assert (device.now - before) / 140 == pytest.approx(0.5 * session.profile.full.seconds, rel=0.03)
+
+
+# ---------------------------------------------------------------- near
+
+
+def near(policy: Policy, profile: Profile, values: dict[Unit, float], share: float, held: tuple[Unit, ...]) -> Selection:
+    return plan(replace(policy, budget=Budget(time=share)), profile, values, Progress(), 1.0, None, held)
+
+
+def test_where_nothing_of_a_choice_can_stay_it_is_a_fresh_one() -> None:
+    model = make()
+    profile, policy = light(model, sgd(model), classify, STREAM[0]), replace(by_gain(0.5), head=False)
+    all_units = policy.units(read(model, classify, STREAM[0]))
+    values = dict.fromkeys(all_units, 1.0)
+    dearest = max(all_units, key=lambda unit: profile.cost([unit]).seconds)
+    share = 0.9 * profile.cost([dearest]).seconds / profile.full.seconds
+    fresh = plan(replace(policy, budget=Budget(time=share)), profile, values, Progress())
+    assert near(policy, profile, values, share, (dearest,)).units == fresh.units and dearest not in fresh.units
+
+
+@pytest.mark.parametrize("solver", [solve.cycle(1), solve.sample(1), solve.with_ends(solve.sample(1))])
+def test_what_takes_turns_is_not_added_to(solver: solve.Solver) -> None:
+    model = make()
+    profile, policy = light(model, sgd(model), classify, STREAM[0]), replace(by_gain(1.0), solver=solver)
+    values = dict.fromkeys(policy.units(read(model, classify, STREAM[0])), 1.0)
+    first = plan(replace(policy, budget=Budget(time=1.0)), profile, values, Progress())
+    assert near(policy, profile, values, 1.0, first.units).units == first.units
+
+
+def test_another_budget_is_no_correction(start: Open) -> None:
+    """What a falling budget leaves is spent anew, on whatever is worth most now."""
+    policy = Policy(units.layers(), score.nearness(), light, solve.knapsack(), budget=Budget(macs=schedule.ramp(0.9, 0.45)))
+    with start(policy, total_steps=40) as session:
+        chosen = train(session, 40)
+        for selection in {selection.units: selection for selection in chosen}.values():
+            share = selection.limit["macs"] / session.profile.full.macs
+            values = {unit: selection.values[unit.name] for unit in session.units}
+            fresh = plan(replace(policy, budget=Budget(macs=share)), session.profile, values, Progress())
+            assert selection.units == fresh.units
+        assert len({selection.units for selection in chosen}) > 2

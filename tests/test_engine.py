@@ -380,6 +380,8 @@ def test_what_auto_may_pick_from() -> None:
     assert ways("auto", cuda=True, caches=True) == ["prefix+graphs, cache", "plain", "graphs", "prefix+graphs"]
     assert ways("auto", caches=True) == ["prefix, cache", *ways("auto")]
     assert ways("auto-prefix", caches=True) == ways("auto-prefix")
+    counted = allowed("auto", memory_is_short=False, cuda=False, caches=True, macs_are_short=True)
+    assert list(map(str, counted)) == ["prefix, cache"]  # choices count on the MACs that it saves
     assert ways("auto", memory_is_short=True, caches=True) == ways("lean+prefix", caches=True) == ["lean+prefix, cache"]
     assert ways("lean", caches=True) == ["lean"]
     assert ways("prefix+lean") == ["lean+prefix"]

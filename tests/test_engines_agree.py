@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,7 +197,11 @@ def test_a_cache_outlives_probes_and_choices_behind_the_boundary() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "seconds_cached", "winner"),
-    [("4MB", 1.0, "prefix, cache"), ("4MB", 9.0, "lean"), ("12KB", 9.0, "lean")],  # in the last, five samples fit of 22
+    [
+        *[("4MB", 1.0, "prefix, cache"), ("4MB", 9.0, "lean")],
+        ("12KB", 9.0, "lean"),  # five samples fit of 22
+        ("1KB", 1.0, "prefix"),  # none fits: steps "from" it are those without
+    ],
 )
 def test_auto_takes_a_cache_where_steps_from_it_are_the_fastest(
     limit: str, seconds_cached: float, winner: str, racing: None, monkeypatch: pytest.MonkeyPatch
@@ -221,10 +226,25 @@ def test_auto_takes_a_cache_where_steps_from_it_are_the_fastest(
             for batch in loader:
                 session.step(batch)
                 filling += not gone
-        assert filling == (1 if limit == "12KB" else 5)  # steps that fill count for nothing
+        assert filling == {"4MB": 5, "12KB": 1, "1KB": 0}[limit]  # steps that fill count for nothing
         assert gone[:20] == [*takes] * 4 and set(gone[20:]) == {winner} == {session.engine}
         assert session.caches == ("cache" in winner) == (len(features) > 0)
         assert session.why_not.get("cache") == (None if "cache" in winner else "steps without it are faster here")
+
+
+def test_prices_forget_a_cache_that_a_resumed_run_lacks(tmp_path: Path) -> None:
+    loader = torch.utils.data.DataLoader(with_ids(samples(Residual)), batch_size=5)
+    for cache, spared in (("4MB", 1.0), (None, 0.0)):
+        model = Residual().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+        policy = recipes.only("last*", "head*")
+        with Session(model, optimizer, classify, policy, cache=cache, steps_per_epoch=5) as session:
+            if cache is None:
+                session.load(tmp_path / "run.pt")
+            for batch in loader:
+                session.step(batch)
+            assert session.profile.spared == spared
+            session.save(tmp_path / "run.pt")
 
 
 def test_a_batch_without_ids_is_told_of() -> None:

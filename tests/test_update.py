@@ -127,3 +127,19 @@ def test_layers_may_join_a_fused_sgd(settings: dict[str, Any]) -> None:
         assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
         ends.append([param.detach() for param in model.parameters()])
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+
+
+def test_slices_may_join_a_fused_sgd_in_the_callers_loop() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    words = units.channels(), score.random(), measure.counted, solve.sample(2), schedule.every(steps=2)
+    chosen = []
+    with Session(model, optimizer, loss, Policy(*words)) as session:
+        for batch in data(12):
+            optimizer.zero_grad()
+            session.before_step(batch)
+            loss(model, batch).backward()
+            optimizer.step()
+            chosen.append(session.selection.units)
+    assert len(set(chosen)) > 2

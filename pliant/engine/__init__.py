@@ -19,6 +19,7 @@ from torch import nn
 
 from pliant.apply import sandbox
 from pliant.batches import Loss, map_tensors, tensors
+from pliant.budget import Budget
 from pliant.engine.features import Features
 from pliant.engine.graphs import Graphs, Work
 from pliant.engine.lean import Lean
@@ -29,6 +30,7 @@ from pliant.engine.slices import Sliced, Slices, check_elementwise
 from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import compute_loss
 from pliant.types import Part
+from pliant.update import even_out_
 
 
 def plain(slices: Slices | None = None) -> AbstractContextManager[Any]:
@@ -55,7 +57,7 @@ class Engine:
         self._cuda = next(model.parameters()).device.type == "cuda"
         self.features = features
         self.slices: Slices | None = None
-        self.race = Race(self._allowed(memory_is_short=False))
+        self.race = Race(self._allowed(Budget()))
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_norms(model)
         self._graphs: Graphs | None = None
@@ -79,16 +81,19 @@ class Engine:
         """What the forward pass keeps for backward: "plain" or "lean", which is what bytes hang on."""
         return "lean" if self.way.lean else "plain"
 
-    def settle(self, memory_is_short: bool, races: bool, winner: str | None = None) -> None:
-        """Pick among the ways that are allowed: by a race on real steps, or without one the way that won before, else the
-        first."""
-        ways = self._allowed(memory_is_short)
+    def settle(self, budget: Budget, races: bool, winner: str | None = None) -> bool:
+        """Pick among the ways that are allowed: the way that won before, else by a race on real steps, or without one the
+        first. Tells whether it is the one that won before."""
+        ways = self._allowed(budget)
         known = next((way for way in ways if str(way) == winner), None)
         self.race = Race(ways, known if races else known or ways[0])
+        return known is not None
 
-    def _allowed(self, memory_is_short: bool) -> list[Way]:
-        caches = self.features is not None
-        return allowed(self._asked, memory_is_short=memory_is_short, cuda=self._cuda, caches=caches)
+    def _allowed(self, budget: Budget) -> list[Way]:
+        caches, short = self.features is not None, budget.memory is not None
+        return allowed(
+            self._asked, memory_is_short=short, cuda=self._cuda, caches=caches, macs_are_short=budget.macs is not None
+        )
 
     @property
     def caches(self) -> bool:
@@ -98,8 +103,11 @@ class Engine:
     def see(self, seconds: Callable[[], float]) -> bool:
         """A step of ours took so long; tells whether the fastest way is known now. A cache that is not on it is emptied."""
         over = self.race.see(seconds)
-        if over and self.features is not None and not self.way.cache:
-            self.features.clear()
+        if over and self.features is not None:
+            if self.way.cache and not self.features.hits:  # as fast as the same without, which is what it was
+                self.race.winner = replace(self.way, cache=False)
+            if not self.way.cache:
+                self.features.clear()
         return over
 
     @property
@@ -351,6 +359,7 @@ class _CallersStep:
                 )
             if call is not None:
                 standing.enter_context(call(optimizer))
+                even_out_(optimizer)  # slices stand in its groups only now
 
         self._handles = [
             model.register_forward_pre_hook(enter, prepend=True),

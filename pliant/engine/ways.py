@@ -27,12 +27,12 @@ class Way:
 MODES = ("lean", "prefix", "graphs")
 
 
-def allowed(engine: str, *, memory_is_short: bool, cuda: bool, caches: bool) -> list[Way]:
+def allowed(engine: str, *, memory_is_short: bool, cuda: bool, caches: bool, macs_are_short: bool = False) -> list[Way]:
     """The ways that steps may go, the simplest first: one that is named, or what "auto" may pick from.
 
     "auto-graphs" forbids one; "lean+prefix" forces two. Where memory is short there is no room for copies of weights that
     inference likes better, nor for what a captured step holds on to. A cache is the prefix engine's; it comes first, so that
-    it fills before anything is compared with it.
+    it fills before anything is compared with it. Where MACs are limited, choices count on it, and nothing else takes its place.
 
     >>> [str(way) for way in allowed("auto", memory_is_short=False, cuda=True, caches=False)]
     ['plain', 'graphs', 'prefix+graphs']
@@ -57,7 +57,10 @@ def allowed(engine: str, *, memory_is_short: bool, cuda: bool, caches: bool) -> 
     else:
         ways += [Way(prefix=True), Way(lean=True), Way(lean=True, prefix=True)]
     ways = [way for way in ways if all(may[name] or not getattr(way, name) for name in MODES)]
-    return [Way(prefix=True, graphs=cuda and may["graphs"], cache=True), *ways] if caches else ways
+    if not caches:
+        return ways
+    cached = Way(prefix=True, graphs=cuda and may["graphs"], cache=True)
+    return [cached] if macs_are_short else [cached, *ways]
 
 
 class Race:
