@@ -1,0 +1,69 @@
+"""What is to be solved, for every solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]
+Array = NDArray[np.float64]
+SLACK = 1e-9  # relative; what rounding in a sum of floats may add
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Choose units of the most value so that every limit holds.
+
+    Units stand nearest the loss first. Charge j costs `price[:, j]` and is due when a unit of `needed[j]` is chosen; `limits`
+    are what is left beside the forward pass. There is one row per limited resource, but a peak (bytes) has one for each
+    moment that may be the highest: `resource` tells which rows belong together (None: each stands for itself). `round` and
+    `seed` make random choices repeatable; `done` is the share of the run that is behind, where its length is known.
+    """
+
+    names: tuple[str, ...]
+    values: Array  # (units,)
+    needed: Mask  # (charges, units)
+    price: Array  # (rows, charges)
+    limits: Array  # (rows,)
+    always: Mask  # (units,)
+    round: int = 0
+    seed: int = 0
+    resource: tuple[str, ...] | None = None  # (rows,)
+    elements: Array | None = None  # (units,): numbers that train in each, wherever it stands
+    macs: Array | None = None  # (units,): of its own gradients, without the way there
+    done: float | None = None
+
+    def cost(self, chosen: Mask) -> Array:
+        """What this choice costs, per row."""
+        due = self.needed[:, chosen].any(axis=1)
+        return self.price[:, due].sum(axis=1)
+
+    def fits(self, chosen: Mask) -> bool:
+        return bool(np.all(self.cost(chosen) <= self.limits * (1 + SLACK)))
+
+    def value(self, chosen: Mask) -> float:
+        return float(self.values[chosen].sum())
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all rows are moments of one resource."""
+        return len(self.limits) < 2 or (self.resource is not None and len(set(self.resource)) == 1)
+
+    @property
+    def free(self) -> NDArray[np.intp]:
+        """Units that are worth choosing and not chosen anyway."""
+        return np.flatnonzero((self.values > 0) & ~self.always)
+
+    @property
+    def reached(self) -> Mask:
+        """The units that the loss hangs on: to train any other changes nothing."""
+        return np.asarray(self.needed.any(axis=0))
+
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng([self.seed, self.round])
+
+
+Solver = Callable[[Problem], Mask]
