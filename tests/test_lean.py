@@ -518,7 +518,64 @@ def test_a_chosen_weight_keeps_its_input() -> None:
     kept_bytes(model, input)  # the scales of norms at rest stay
     before = kept_bytes(model, input)
     model[3].weight.requires_grad_(True)
-    assert kept_bytes(model, input) == before + 4 * 2 * 8 * 32 * 32
+    elements = 2 * 8 * 32 * 32
+    assert kept_bytes(model, input) == before + 4 * elements - elements // 8  # the ReLU before it needs no bits then
+
+
+def clipped_then_convolved(activation: nn.Module, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The loss and the weight of a chosen convolution behind an activation, and what lives for the backward pass."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 8, 32, 32, requires_grad=True), torch.randn(8, 8, 1, 1, requires_grad=True)
+    with no_collector(), Live(torch.device("cpu")) as live:
+        with Lean(), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = F.conv2d(activation(x + 1), weight).sum()
+        return loss, weight, live.bytes
+
+
+@no_bf16
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.ReLU6(inplace=True)], ids=repr)
+def test_a_chosen_weight_and_the_activation_before_it_keep_one_tensor(activation: nn.Module, dtype: torch.dtype | None) -> None:
+    elements = 2 * 8 * 32 * 32
+    _, _, kept = clipped_then_convolved(activation, dtype)
+    if dtype is None:
+        assert kept <= 4 * elements + 64
+    else:  # which the convolution keeps in another type, and the activation in bits
+        assert kept <= 2 * elements + elements // 8 + 1024
+
+
+CLIPS = [
+    nn.ReLU(),
+    nn.ReLU(inplace=True),
+    nn.ReLU6(),
+    nn.ReLU6(inplace=True),
+    nn.Hardtanh(-2, 3),
+    nn.Hardtanh(0, 1, inplace=True),
+]
+
+
+@pytest.mark.parametrize("side", [4, 16])
+@pytest.mark.parametrize("activation", CLIPS, ids=repr)
+def test_law_8_an_activation_before_a_layer(activation: nn.Module, side: int) -> None:
+    tensors = {"input": 8 * torch.randn(2, 4, side, side), "weight": torch.randn(4, 4, 1, 1)}
+    tensors["input"][0, 0, 0, :4] = torch.tensor([math.inf, -math.inf, 6.0, 0.0])
+    for wants in ({"input", "weight"}, {"input"}, {"weight"}):
+        runs = [
+            result(lambda input, weight: F.conv2d(activation(input + 0), weight), tensors, wants, around)
+            for around in (nullcontext(), Lean())
+        ]
+        assert differences(*runs) == []
+
+
+def test_a_frozen_norm_holds_no_input() -> None:
+    bias = torch.zeros(64, requires_grad=True)
+    with no_collector(), Lean():
+        x = torch.randn(4, 64) + 1
+        seen = weakref.ref(x)
+        out = F.layer_norm(x, (64,), None, bias)
+        del x
+        assert seen() is None
+    out.sum().backward()
 
 
 def test_memory_is_freed_without_a_collector() -> None:
@@ -555,6 +612,30 @@ def test_writing_to_what_is_kept_is_an_error() -> None:
             y.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.relu6])
+def test_writing_to_what_two_functions_keep_is_an_error(activation: Callable[..., torch.Tensor]) -> None:
+    for around in (nullcontext(), Lean()):
+        a, weight = torch.randn(1, 2, 16, 16, requires_grad=True), torch.randn(2, 2, 3, 3, requires_grad=True)
+        with around:
+            x = activation(a * 2, inplace=True)
+            y = F.conv2d(x, weight)
+            x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("activation", [F.relu, F.relu6, F.hardtanh])
+def test_backward_may_come_right_after_an_activation(activation: Callable[..., torch.Tensor], inplace: bool) -> None:
+    grads = []
+    for around in (nullcontext(), Lean()):
+        x = torch.linspace(-8, 8, 512).requires_grad_()
+        with around:
+            torch.autograd.backward(activation(x * 1, inplace=inplace), torch.ones(512))
+        grads.append(x.grad)
+    assert differences(*grads) == []
 
 
 def test_a_weight_that_is_written_to_is_an_error() -> None:
@@ -752,7 +833,7 @@ def test_a_bit_says_whether_an_element_lies_within(
     truth = [nan if math.isnan(x) else x > low and (x < high or high == math.inf) for x in flat.tolist()]
     with patch.object(bits, "_PIECE", 16 if cut else bits._PIECE):
         packed = bits.within(flat, low, high, nan)
-        back = bits.unpack(packed, len(flat), dtype)
+        back = bits.unpack(packed, flat.shape, dtype)
     assert packed.dtype == torch.uint8 and len(packed) == -(-len(flat) // 8)
     assert back.dtype == dtype and back.tolist() == [float(x) for x in truth]
 
@@ -765,7 +846,7 @@ def test_a_bit_says_whether_an_element_lies_within(
 )
 def test_what_is_packed_comes_back(mask: list[bool], dtype: torch.dtype, piece: int) -> None:
     with patch.object(bits, "_PIECE", piece):
-        back = bits.unpack(bits.pack(torch.tensor(mask, dtype=torch.bool)), len(mask), dtype)
+        back = bits.unpack(bits.pack(torch.tensor(mask, dtype=torch.bool)), torch.Size((len(mask),)), dtype)
     assert back.dtype == dtype and back.tolist() == mask
 
 

@@ -14,24 +14,21 @@ import numpy as np
 import torch
 
 _PIECE = 1 << 18  # elements
+_NUMPYS = frozenset((torch.float32, torch.float64))  # what numpy compares
 
 
-def within(flat: torch.Tensor, low: float, high: float, nan: bool) -> torch.Tensor:
-    """For each element of a flat tensor one bit: low < x < high. `nan` is the answer for what is not a number.
+def within(tensor: torch.Tensor, low: float, high: float, nan: bool) -> torch.Tensor:
+    """For each element of a contiguous tensor one bit: low < x < high. `nan` is the answer for what is not a number.
 
     Where `high` is infinite there is no upper end: infinity lies within.
     """
-    fused = _fused(flat, flat.dtype)
-    if fused is not None:
-        return fused.within(flat, low, high, nan)
-    if flat.device.type != "cpu" or flat.dtype not in (torch.float32, torch.float64):
-        if high == math.inf:
-            return pack((flat <= low).logical_not_() if nan else flat > low)
-        return pack(((flat <= low) | (flat >= high)).logical_not_() if nan else (flat > low) & (flat < high))
-    values = flat.numpy()
-    if len(values) <= _PIECE:
+    if not tensor.is_cpu or tensor.dtype not in _NUMPYS:
+        return _within(tensor, low, high, nan)
+    values = tensor.numpy()
+    if values.size <= _PIECE:
         made = torch.from_numpy(np.packbits(_outside(values, low, high) if nan else _inside(values, low, high)))
         return made.bitwise_not() if nan else made.clone()  # a tensor that is PyTorch's own, and seen as such
+    values = values.reshape(-1)
     out = torch.empty((len(values) + 7) // 8, dtype=torch.uint8)
     packed = out.numpy()
     for start in range(0, len(values), _PIECE):
@@ -41,6 +38,16 @@ def within(flat: torch.Tensor, low: float, high: float, nan: bool) -> torch.Tens
         else:
             to[:] = np.packbits(_inside(piece, low, high))
     return out
+
+
+def _within(tensor: torch.Tensor, low: float, high: float, nan: bool) -> torch.Tensor:
+    """The same where numpy does not reach."""
+    fused, flat = _fused(tensor, tensor.dtype), tensor.view(-1)
+    if fused is not None:
+        return fused.within(flat, low, high, nan)
+    if high == math.inf:
+        return pack((flat <= low).logical_not_() if nan else flat > low)
+    return pack(((flat <= low) | (flat >= high)).logical_not_() if nan else (flat > low) & (flat < high))
 
 
 def _inside(values: Any, low: float, high: float) -> Any:
@@ -56,7 +63,7 @@ def _outside(values: Any, low: float, high: float) -> Any:
 
 def pack(mask: torch.Tensor) -> torch.Tensor:
     """A flat boolean tensor as bytes, eight elements in each."""
-    if mask.device.type == "cpu":
+    if mask.is_cpu:
         out = torch.empty((mask.numel() + 7) // 8, dtype=torch.uint8)
         out.numpy()[:] = np.packbits(mask.numpy())
         return out
@@ -66,20 +73,29 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     return (mask.view(-1, 8) * _places(mask.device)).sum(dim=1, dtype=torch.uint8)
 
 
-def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, yes: float = 1.0, no: float = 0.0) -> torch.Tensor:
-    """A flat tensor of so many elements: `yes` for a bit that is set, `no` for one that is not."""
+def unpack(packed: torch.Tensor, shape: torch.Size, dtype: torch.dtype, yes: float = 1.0, no: float = 0.0) -> torch.Tensor:
+    """A contiguous tensor of this shape: `yes` for a bit that is set, `no` for one that is not."""
+    if not packed.is_cpu:
+        return _unpack(packed, shape.numel(), dtype, yes, no).view(shape)
+    table, as_numbers = _table(dtype, yes, no)
+    bytes_, count = packed.numpy(), shape.numel()
+    out = torch.empty(shape if count % 8 == 0 else 8 * len(bytes_), dtype=dtype)
+    numbers = (out if as_numbers is None else out.view(as_numbers)).numpy().reshape(-1, 8)
+    if count <= _PIECE:
+        table.take(bytes_, 0, numbers, "clip")  # which spares it a buffer
+    else:
+        for start in range(0, len(bytes_), _PIECE // 8):
+            table.take(bytes_[start : start + _PIECE // 8], 0, numbers[start : start + _PIECE // 8], "clip")
+    return out if count % 8 == 0 else out[:count].view(shape)
+
+
+def _unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, yes: float, no: float) -> torch.Tensor:
+    """The same where numpy does not reach, flat."""
     fused = _fused(packed, dtype)
     if fused is not None:
         return fused.unpack(packed, count, dtype, yes, no)
-    if packed.device.type != "cpu":
-        out = (packed[:, None] & _places(packed.device)).ne(0).view(-1)[:count].to(dtype)
-        return out if (yes, no) == (1.0, 0.0) else out.mul_(yes - no).add_(no)
-    table, as_numbers = _table(dtype, yes, no)
-    whole, bytes_ = torch.empty(8 * len(packed), dtype=dtype), packed.numpy()
-    numbers = (whole if as_numbers is None else whole.view(as_numbers)).numpy().reshape(-1, 8)
-    for start in range(0, len(bytes_), _PIECE // 8):  # `clip` spares it a buffer
-        table.take(bytes_[start : start + _PIECE // 8], 0, numbers[start : start + _PIECE // 8], "clip")
-    return whole if len(whole) == count else whole[:count]
+    out = (packed[:, None] & _places(packed.device)).ne(0).view(-1)[:count].to(dtype)
+    return out if (yes, no) == (1.0, 0.0) else out.mul_(yes - no).add_(no)
 
 
 @cache
