@@ -2,6 +2,7 @@
 
     python benchmarks/budget.py                    # forty minutes on one CPU thread; resumable
     python benchmarks/budget.py --device cuda      # some minutes on a GPU
+    python benchmarks/budget.py --device cuda --engine graphs --batch 32 --asked 0.2 0.3     # captured steps, small batches
     python benchmarks/budget.py --quick            # two networks, a few selections: about two minutes
 
 For each network: one profile (`measure.timed`); random selections of tensors (suffixes, scattered ones, scattered suffixes);
@@ -14,7 +15,8 @@ CPU: CPU time of one thread. A selection and a full step take turns; the fastest
 ratio. GPU: synchronised wall time, absolute; medians for selections. In runs, the mean of all steps counts against the full
 step that the session measured at its start, which is what a share means. Every twelve steps are followed by full steps of a
 twin, the first of them not counted (it finds none of its weights in the caches): where other work disturbs the machine, their
-mean tells by how much. Bytes: every tensor followed (CPU), the allocator (GPU); beyond parameters and batch.
+mean tells by how much. With `--engine graphs`, selections are captured steps of a session, against what the profile says of
+those. Bytes: every tensor followed (CPU), the allocator (GPU); beyond parameters and batch.
 """
 
 from __future__ import annotations
@@ -48,6 +50,11 @@ CPU_BATCH = {"text_encoder": 4}
 GPU_BATCH = {"text_encoder": 384, "vit_tiny": 256, "mobilenet_v2, checkpointed": 384}
 # PyTorch cannot train a layer norm's shift without its scale on CUDA when it has more than 65,536 rows.
 BY_LAYER = ("convnext",)
+WARM = 4  # steps until one is captured, and one more
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
 
 class Step:
@@ -55,7 +62,7 @@ class Step:
 
     def __init__(self, model: torch.nn.Module, batch: Any, device: str) -> None:
         self.model, self.batch, self.cuda = model, batch, device == "cuda"
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        self.optimizer = sgd(model)
         self.params, self.norms = trainable(model), Norms(model, "chosen")
 
     def clock(self) -> float:
@@ -89,6 +96,7 @@ def predicted_and_measured(step: Step, setting: dict[str, Any], by_layer: bool) 
         step()
     full = statistics.median(step() for _ in range(3))
     start = step.clock()
+    captures = setting["engine"] == "graphs"
     profile = measure.timed(step.model, step.optimizer, nets.loss, step.batch)
     profiling = (step.clock() - start) / full
     with sandbox(step.model):
@@ -97,7 +105,9 @@ def predicted_and_measured(step: Step, setting: dict[str, Any], by_layer: bool) 
     for chosen in selections((units.layers() if by_layer else units.tensors())(graph), setting["selections"], seed=0):
         names = {param for unit in chosen for param in unit.params}
         mine, whole = [], []
-        if step.cuda:
+        if captures:
+            seconds = captured(step, names, setting["repeats"])
+        elif step.cuda:
             step.choose(names)
             step()
             mine = [step() for _ in range(setting["repeats"])]
@@ -111,7 +121,7 @@ def predicted_and_measured(step: Step, setting: dict[str, Any], by_layer: bool) 
         step.choose(names)
         kept = measure.kept_bytes(step.model, nets.loss, step.batch)
         peak, alone = measure.peak_bytes(step.model, step.optimizer, nets.loss, step.batch)
-        cost = profile.cost(chosen)
+        cost = profile.cost(chosen) if not captures else profile.on("plain", captured=True).cost(chosen)
         rows.append(
             {
                 "units": len(chosen),
@@ -127,6 +137,19 @@ def predicted_and_measured(step: Step, setting: dict[str, Any], by_layer: bool) 
         )
     step.choose(set(step.params))
     return {"profiling_steps": profiling, "full_seconds": full, "coverage": profile.coverage, "selections": rows}
+
+
+def captured(step: Step, names: set[str], repeats: int) -> float:
+    """Seconds of a session's step that trains these parameters, once it is captured."""
+    step.choose(set(step.params))  # what a session may choose from
+    model = copy.deepcopy(step.model)
+    taken = []
+    with Session(model, sgd(model), nets.loss, recipes.only(*sorted(names)), engine="graphs") as session:
+        for _ in range(WARM + repeats):
+            start = clock("cuda")
+            session.step(step.batch)
+            taken.append(clock("cuda") - start)
+    return statistics.median(taken[WARM:])
 
 
 def asked_and_measured(step: Step, policy: Policy, steps: int, engine: str) -> dict[str, Any]:
@@ -161,14 +184,18 @@ def asked_and_measured(step: Step, policy: Policy, steps: int, engine: str) -> d
 def cell(name: str, setting: dict[str, Any]) -> dict[str, Any]:
     device = setting["device"]
     torch.manual_seed(0)
-    size = (GPU_BATCH if device == "cuda" else CPU_BATCH).get(name, setting["batch"])
+    usual = {} if setting["engine"] == "graphs" else GPU_BATCH if device == "cuda" else CPU_BATCH
+    size = usual.get(name, setting["batch"])
     model = nets.build(name, setting["pixels"]).to(device)
     step = Step(model, nets.batch(name, size, setting["pixels"], device), device)
     out = {"network": name, "batch": size, **predicted_and_measured(step, setting, name in BY_LAYER)}
     by_layer, once = name in BY_LAYER, schedule.once()
     recipe = recipes.elastic_layers if by_layer else recipes.elastic_trainer
     engine = setting["engine"]
-    out["runs"] = [asked_and_measured(step, recipe(time=asked, when=once), setting["steps"], engine) for asked in ASKED]
+    out["runs"] = [
+        asked_and_measured(step, recipe(time=asked, when=once), setting["steps"], engine)
+        for asked in setting.get("asked", ASKED)
+    ]
     if name == "mobilenet_v2" and setting["long"]:
         out["runs"].append(asked_and_measured(step, recipes.pliant(time=0.5), setting["long"], engine))
     return out
@@ -216,7 +243,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="of each run")
     parser.add_argument("--long", type=int, default=None, help="steps of the run that tells what choosing costs")
-    parser.add_argument("--engine", default="plain", help="that runs the steps; predictions are of the plain one")
+    parser.add_argument("--engine", default="plain", help="that runs the steps; predictions are of plain ones, or of 'graphs'")
+    parser.add_argument("--asked", type=float, nargs="+", default=None, help="shares of a plain full step's time (0.4 0.5 0.7)")
     parser.add_argument("--networks", nargs="+", choices=list(nets.NETS), default=None, help="just these")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -227,7 +255,9 @@ def main() -> None:
     args.batch = args.batch or (192 if args.device == "cuda" else 8)
     args.pixels = args.pixels or (224 if args.device == "cuda" else 64)
     setting = {k: getattr(args, k) for k in ("device", "engine", "batch", "pixels", "selections", "repeats", "steps", "long")}
-    out = args.out or record.place("budget_quick" if args.quick else "budget", args.device)
+    setting |= {"asked": args.asked} if args.asked else {}
+    kind = "_quick" if args.quick else "_graphs" if args.engine == "graphs" else ""
+    out = args.out or record.place(f"budget{kind}", args.device)
     done = record.load(out, setting)
     if args.device == "cuda":  # what a process does for the first time loads kernels
         first = Step(nets.build("mobilenet_v2", 64).cuda(), nets.batch("mobilenet_v2", 8, 64, "cuda"), "cuda")

@@ -9,8 +9,9 @@
     freeze_out, lisa, badam    where `pliant.recipes` has them
 
 Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
-`…, solver greedy`, `…, every 100`, `…, probe 4`, `…, state drop`, `…, engine plain`, `…, norm frozen`, `…, memory 200MB`,
-`…, epochs 6`. `…, cache 4` gives each image four fixed views, and keeps what is computed before the choice.
+`…, solver greedy`, `…, fill up`, `…, every 100`, `…, probe 4`, `…, state drop`, `…, engine plain`, `…, norm frozen`,
+`…, memory 200MB`, `…, epochs 6`. `…, ramp 0.8-0.2` lets the share fall from the first step to the last. `…, cache 4` gives
+each image four fixed views, and keeps what is computed before the choice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fewshot_methods import LowRank
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pliant import Budget, Policy, measure, recipes, schedule, score, solve, units
+from pliant import Budget, Policy, Progress, measure, recipes, schedule, score, solve, units
 from pliant.task import amount
 
 FULL, TUNED, CAPTURED = "full", "full, tuned", "full, captured"
@@ -47,10 +48,12 @@ CHANGES: dict[str, Change] = {
     "signal": lambda policy, word: replace(policy, signal=SIGNALS.get(word, getattr(score, word, None))()),
     "cost": lambda policy, word: _priced(policy, word),
     "solver": lambda policy, word: replace(policy, solver=getattr(solve, word)()),
+    "fill": lambda policy, word: replace(policy, solver=solve.filled(policy.solver)) if word == "up" else policy,
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
     "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=True, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
+    "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
 }
 AROUND = ("engine", "norm", "cache", "epochs")  # words that are not the policy's
 
@@ -131,6 +134,11 @@ def policy(method: Method, model: nn.Module, seed: int) -> Policy:
         if word in CHANGES:
             out = CHANGES[word](out, value)
     return out
+
+
+def _ramp(word: str) -> Callable[[Progress], float]:
+    start, end = map(float, word.split("-"))
+    return schedule.ramp(start, end)
 
 
 def _priced(policy: Policy, word: str) -> Policy:

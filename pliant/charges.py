@@ -37,6 +37,9 @@ class Times:
     per_tensor: float = 0.0
     per_byte: float = 0.0
 
+    def with_update(self, fixed: float, per_tensor: float, per_byte: float) -> Times:
+        return replace(self, fixed=fixed, per_tensor=per_tensor, per_byte=per_byte)
+
     @classmethod
     def none(cls, graph: Graph) -> Times:
         return cls(np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes)))

@@ -41,6 +41,7 @@ class Choice:
         self.correct = correct
         self.profile = profile.on(engine, 0.0) if profile is not None else None
         self._engine = engine
+        self.captured = False  # whether a step is one launch
         self.spared = 0.0  # of the forward pass before anything chosen: all of it where features come from a cache
         self.units: tuple[Unit, ...] = ()
         self.selection: Selection | None = None
@@ -59,9 +60,7 @@ class Choice:
     ) -> None:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
         if self.profile is None:
-            self.profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm).on(
-                self._engine, self.spared
-            )
+            self.profile = self._as_run(self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm))
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         with sandbox(model):
@@ -98,9 +97,9 @@ class Choice:
         under_way = self._pending is not None or self._collected is not None or self.selection is None
         return under_way or self.policy.when.due(now, self._last, self.drift.amount)
 
-    def is_off(self, now: Progress, correct: bool) -> bool:
+    def is_off(self, now: Progress, correct: bool, toll: float = 0.0) -> bool:
         """Whether the budget moved, a step took more bytes than it may or, with `correct`, steps do not take the seconds that
-        were asked."""
+        were asked; by more than another choice would take of each step that is left, its `toll`."""
         if self.selection is None or self._pending is not None:
             return False
         if self._is_over(now):
@@ -108,7 +107,7 @@ class Choice:
         if self._collected is not None:
             return False
         asked = self.asked_seconds(now) if correct else None
-        return self._budget_moved(now) or (asked is not None and self.feedback.is_off(asked))
+        return self._budget_moved(now, toll) or (asked is not None and self.feedback.is_off(asked, toll))
 
     def again(self, now: Progress) -> Selection | None:
         """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked.
@@ -137,7 +136,8 @@ class Choice:
         if self.profile is None or "seconds" not in selection.limit:
             return {}
         more = zip(self.units, self.profile.with_one_more(self.units, selection.units), strict=True)
-        room = [seconds for unit, seconds in more if unit not in set(selection.units) and self._values.get(unit, 0.0) > 0]
+        least, chosen = -math.inf if self.policy.fills_up else 0.0, set(selection.units)
+        room = [seconds for unit, seconds in more if unit not in chosen and self._values.get(unit, 0.0) > least]
         return {"seconds": max(selection.limit["seconds"], min(room, default=math.inf) * (1 - 1e-8))}
 
     def _smaller(self, now: Progress) -> Selection:
@@ -238,7 +238,8 @@ class Choice:
         limit = self.selection.limit["seconds"]
         if recent > asked and limit != asked and limit <= self.selection.cost.seconds * (1 + 1e-9):
             return "the cheapest step there is takes more"
-        if recent < asked and len(self.selection.units) >= sum(value > 0 for value in self.selection.values.values()):
+        least = -math.inf if self.policy.fills_up else 0.0
+        if recent < asked and len(self.selection.units) >= sum(value > least for value in self.selection.values.values()):
             return "everything that is worth training is chosen"
         if self.feedback.is_stuck(asked):
             return "the next choice up takes a quarter more than was asked, or more still"
@@ -261,11 +262,11 @@ class Choice:
         if self._collected is None:
             self._collected = []
 
-    def change_budget(self, budget: Budget, now: Progress, engine: str) -> None:
+    def change_budget(self, budget: Budget, now: Progress, engine: str, captured: bool = False) -> None:
         """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays."""
         policy = replace(self.policy, budget=budget)
         spared = self.spared if engine == self._engine else float(self.spared == 1)  # what inference spares was the old one's
-        profile = self.profile.on(engine, spared) if self.profile is not None else None
+        profile = self.profile.on(engine, spared, captured) if self.profile is not None else None
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
             self._pending = plan(policy, profile, self._values, then)
@@ -275,20 +276,22 @@ class Choice:
                 self._pending = plan(policy, profile, self._values, then, 1 / self.feedback.ratio, within)
         if engine != self._engine:
             self.feedback.forget_bytes()
-        self.policy, self.profile, self._engine, self.spared = policy, profile, engine, spared
+        self.policy, self.profile = policy, profile
+        self._engine, self.spared, self.captured = engine, spared, captured
         self._plans = []
         self.feedback.forget()
 
-    def run_on(self, engine: str, spared: float) -> None:
-        """Another engine runs the steps from now on, or one that spares so much of the forward pass; what is chosen stays."""
-        if (engine, spared) == (self._engine, self.spared):
+    def run_on(self, engine: str, spared: float, captured: bool) -> None:
+        """Another engine runs the steps from now on, or one that spares so much of the forward pass, or captures; what is
+        chosen stays."""
+        if (engine, spared, captured) == (self._engine, self.spared, self.captured):
             return
         if engine != self._engine:
             self.feedback.forget_bytes()
-        self._engine, self.spared, self._plans = engine, spared, []
+        self._engine, self.spared, self.captured, self._plans = engine, spared, captured, []
         if self.profile is None:
             return
-        self.profile = self.profile.on(engine, spared)
+        self.profile = self._as_run(self.profile)
         if self.selection is not None:
             self.selection = replace(self.selection, cost=self.profile.cost(self.selection.units))
             self.feedback.predict(self.selection.cost.seconds)
@@ -301,8 +304,11 @@ class Choice:
         if without is not None:
             plain, least = (self.profile.cost(self.selection.units, spared=spared).seconds for spared in (0.0, 1.0))
             share = (1 - seconds / without) * plain / (plain - least) if plain > least and without > 0 else 0.0
-            self.run_on(self._engine, min(max(share, 0.0), _MOST_SPARED))
+            self.run_on(self._engine, min(max(share, 0.0), _MOST_SPARED), self.captured)
         self.feedback.expect(seconds)
+
+    def _as_run(self, profile: Profile) -> Profile:
+        return profile.on(self._engine, self.spared, self.captured)
 
     @property
     def _next_round(self) -> int:
@@ -346,14 +352,15 @@ class Choice:
         there, here = set(plan.units), set(self.selection.units if self.selection is not None else ())
         return there <= here or here <= there
 
-    def _budget_moved(self, now: Progress) -> bool:
+    def _budget_moved(self, now: Progress, toll: float = 0.0) -> bool:
         """Whether a budget that moves with progress has moved away from the one that was planned for."""
         budget = self.policy.budget
         if self.selection is None or self.profile is None or not any(callable(getattr(budget, k)) for k in RESOURCES):
             return False
         planned = self.selection.asked
         limits = budget.limits(self.profile.full, now)
-        return any(abs(amount - planned.get(name, 0.0)) > 0.05 * planned.get(name, 0.0) for name, amount in limits.items())
+        room = {name: 0.05 * planned.get(name, 0.0) + (toll if name == "seconds" else 0.0) for name in limits}
+        return any(abs(amount - planned.get(name, 0.0)) > room[name] for name, amount in limits.items())
 
     # ------------------------------------------------------------ save and resume
 
@@ -384,7 +391,7 @@ class Choice:
         self._last = replace(now, step=state["last"][0], round=state["last"][1])
         if state["profile"]:
             self.profile = Profile.from_json(state["profile"])
-            self._engine, self.spared = self.profile.engine, self.profile.spared
+            self._engine, self.spared, self.captured = self.profile.engine, self.profile.spared, self.profile.captured
         self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
         self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
         self._plans = [Selection.from_json(plan) for plan in state["plans"]]

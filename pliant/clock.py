@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+_CYCLES_PER_SECOND = 2e9  # of a GPU that is held back: about
+
 
 class Watch:
     """Marks moments and tells the seconds between them: this thread's CPU time, the wall, or CUDA events."""
@@ -36,8 +38,12 @@ class Watch:
     def seconds(self, start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1e3 if self.cuda else end - start
 
-    def time(self, work: Callable[[], Any]) -> tuple[float, Any]:
+    def time(self, work: Callable[[], Any], lead: float = 0.0) -> tuple[float, Any]:
+        """Seconds that some work takes, and its result. A GPU is held back by a `lead` of seconds, so that it finds the work
+        issued and never waits for more."""
         self.settle()
+        if lead and self.cuda:
+            torch.cuda._sleep(int(lead * _CYCLES_PER_SECOND))
         start = self.mark()
         result = work()
         end = self.mark()

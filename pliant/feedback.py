@@ -110,9 +110,10 @@ class Feedback:
         """What to plan for, over what was asked."""
         return self.target(asked) / asked / self.ratio
 
-    def is_off(self, asked: float) -> bool:
-        """Whether steps take so much more or less than they should that planning again is worth it."""
-        return self.recent is not None and abs(self.recent - self.target(asked)) > WITHIN * asked
+    def is_off(self, asked: float, toll: float = 0.0) -> bool:
+        """Whether steps take so much more or less than they should that planning again is worth it, where another choice has a
+        toll of so many seconds on each step that is left."""
+        return self.recent is not None and abs(self.recent - self.target(asked)) > WITHIN * asked + toll
 
     def is_nearer(self, predicted: float, asked: float) -> bool:
         """Whether a step of which so much is predicted comes nearer to what it should take than steps do now."""

@@ -31,7 +31,7 @@ def start(
         "forward": asdict(profile.base),
         "units": {unit.name: list(unit.params) for unit in units},
         "costs": {unit.name: asdict(cost) for unit, cost in zip(units, profile.alone(units), strict=True)},
-        "split": _split(profile.on("plain", False), [profile.everything]),
+        "split": _split(profile.on("plain", 0.0, False), [profile.everything]),
         "checks": [list(check) for check in profile.checks],
         "coverage": profile.coverage,
         "uncounted": list(profile.uncounted),

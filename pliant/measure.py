@@ -70,7 +70,8 @@ def timed(
     the head alone to everything, and the parts are scaled so that they add up to them (`Profile.checks`). Bytes come from a
     pass in which every piece of memory is followed.
 
-    On the CPU the clock is this thread's CPU time if torch uses one thread, else the wall; on CUDA it is events. `update` says
+    On the CPU the clock is this thread's CPU time if torch uses one thread, else the wall; on CUDA it is events, and what the
+    GPU takes where it never waits for the next launch is told too: a captured step costs that (`Profile.on`). `update` says
     how gradients become a step (clipping, scaling, accumulation). Costs about twelve full steps.
     """
     if repeats < 1:
@@ -83,12 +84,16 @@ def timed(
         norms.hold_(params, params)
         graph = read(model, loss, batch)
         passes = Passes(model, loss, batch, graph, params, norms)
-        times, sizes = passes.times(repeats), passes.sizes()
+        (times, alone), sizes = passes.times(repeats), passes.sizes()
         sizes = replace(sizes, **optimizer_sizes(optimizer, params))
         trial = Trial(model, optimizer, loss, batch, params, norms, update.apart())
-        fixed, per_tensor, per_byte = trial.update_seconds(repeats)
-        times = replace(times, fixed=fixed, per_tensor=per_tensor, per_byte=per_byte)
-        profile = trial.calibrated(graph, times, sizes, where, repeats)
+        stepping, stepping_alone = trial.update_seconds(repeats)
+        profile = trial.calibrated(
+            graph, times.with_update(*stepping), sizes, where, repeats, steady=not passes.is_bound_by_launches
+        )
+        if alone is not None:
+            captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
+            profile = replace(profile, other_seconds=captured.seconds)
         if norm == "frozen":  # a plain full step lets norms move
             norms.release_()
             profile = replace(profile, plain=trial.plain(profile, repeats))

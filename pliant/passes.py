@@ -21,8 +21,8 @@ from pliant.memory import Live
 from pliant.recorder import op_name
 
 _MOST_SLOTS = 3
-_CYCLES_PER_SECOND = 2e9  # of a GPU that is kept waiting while work queues up behind it: about
 _FAR = 2.0
+_LATE = 1.5  # times as long as it took before: what issuing may take
 _HOOKS = 2e-5  # seconds that marking a node takes, beside issuing it: about
 
 
@@ -46,6 +46,11 @@ class Passes:
         self._bound: str | None = None  # on CUDA: what a step waits for
         self._lead: float | None = None  # seconds that a GPU must be kept waiting so that it never waits by itself
 
+    @property
+    def is_bound_by_launches(self) -> bool:
+        """Whether a GPU spends most of a step waiting for what to do next, as far as is known."""
+        return self._bound == "launch"
+
     def _norms_move(self) -> bool:
         """Whether the mode of some norm hangs on the choice."""
         modes = []
@@ -56,8 +61,11 @@ class Passes:
 
     # ------------------------------------------------------------ seconds
 
-    def times(self, repeats: int) -> Times:
-        """Seconds of every node and of the forward pass, from `repeats` rounds in which everything takes its turn."""
+    def times(self, repeats: int) -> tuple[Times, Times | None]:
+        """Seconds of every node and of the forward pass, from `repeats` rounds in which everything takes its turn.
+
+        On CUDA also those of the GPU alone, which is what a captured step takes.
+        """
         everything, inputs = (_Fastest(len(self.graph.nodes)) for _ in range(2))
         slots: list[_Fastest | None] = [_Fastest(len(self.graph.nodes)) for _ in self.slots]
         moves = self._norms_move()
@@ -65,28 +73,47 @@ class Passes:
         for turn in range(repeats):
             value, live, seconds = self._run(self.used)
             forward[True].append(seconds)
-            everything.see(self._node_seconds(value, live, self.used))
+            self._see(everything, value, live, self.used)
             for k, slot in enumerate(self.slots) if turn <= repeats // 3 else ():  # fine differences: a rough look will do
                 slots[k] = self._see_slot(slots[k], value, live, slot)
             if moves:
                 del value, live
                 value, live, seconds = self._run([])
                 forward[False].append(seconds)
-            inputs.see(self._node_seconds(value, live, [], roots=True))
+            self._see(inputs, value, live, [], roots=True)
             del value, live
-        resting = self.watch.typical(forward[not moves])
-        extra = max(self.watch.typical(forward[True]) - resting, 0.0)
-        at_rest = inputs.seconds
-        # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
-        together = everything.seconds if moves else np.maximum(everything.seconds, at_rest)
-        alone = {
-            (i, node.params[k]): max(float(seen.seconds[i] - at_rest[i]), 0.0)
-            for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
-            if seen is not None
-            for i, node in enumerate(self.graph.nodes)
-            if len(node.params) > max(k, 1) and node.params[k] in slot
-        }
-        return Times(together, at_rest, alone, self._norm_shares(extra), resting)
+            if self.is_bound_by_launches:  # what the CPU takes is a rough number however often it is measured
+                break
+
+        def times(of: Callable[[_Fastest], NDArray[np.float64]], resting: float, moving: float) -> Times:
+            at_rest = of(inputs)
+            # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
+            together = of(everything) if moves else np.maximum(of(everything), at_rest)
+            alone = {
+                (i, node.params[k]): max(float(of(seen)[i] - at_rest[i]), 0.0)
+                for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
+                if seen is not None
+                for i, node in enumerate(self.graph.nodes)
+                if len(node.params) > max(k, 1) and node.params[k] in slot
+            }
+            return Times(together, at_rest, alone, self._norm_shares(max(moving - resting, 0.0)), resting)
+
+        taken = {moving: self.watch.typical(forward[moving]) for moving in {not moves, True}}
+        steps = times(lambda seen: seen.seconds, taken[not moves], taken[True])
+        if not self.watch.cuda:
+            return steps, None
+        if self._bound != "gpu":
+            taken = {moving: self._forward_alone(self.used if moving else [], taken[moving]) for moving in taken}
+        return steps, times(lambda seen: seen.alone, taken[not moves], taken[True])
+
+    def _forward_alone(self, chosen: Sequence[str], issued: float) -> float:
+        """Seconds of a GPU for a forward pass that it finds issued, which takes about so long."""
+        self.norms.hold_(self.params, chosen)
+        with torch.no_grad():
+            try:
+                return self.watch.time(lambda: self.loss(self.model, self.batch), lead=_LATE * issued)[0]
+            except RuntimeError:  # a loss that needs gradients
+                return issued
 
     def _see_slot(
         self, seen: _Fastest | None, value: torch.Tensor, live: Sequence[Any], slot: Sequence[str]
@@ -94,7 +121,7 @@ class Passes:
         """Some kernels cannot be asked for one parameter's gradient while another is trainable: then it stays unknown."""
         if seen is not None:
             try:
-                seen.see(self._node_seconds(value, live, slot, roots=True))
+                self._see(seen, value, live, slot, roots=True)
             except RuntimeError:
                 return None
         return seen
@@ -112,33 +139,32 @@ class Passes:
         _check_same(self.graph, live, self.params)
         return value, live, seconds
 
-    def _node_seconds(
-        self, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool = False
-    ) -> NDArray[np.float64]:
-        """Seconds of each node in a backward pass to some parameters (and to where input gradients end); 0 if it does not run.
+    def _see(self, seen: _Fastest, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool = False) -> None:
+        """Time each node in a backward pass to some parameters (and to where input gradients end); 0 if it does not run.
 
         On CUDA a node takes what the GPU needs for it or what the CPU needs to issue it, whichever is more. The first is
-        measured behind a queue of work, so that the GPU never waits. One that is far below the other is not measured again.
+        measured behind a queue of work, so that the GPU never waits. One that is far below the other is measured once.
         """
         inputs = self._asked(live, ask, roots)
         issued: dict[int, float] = {}
-        computed: dict[int, float] = {}
+        computed: dict[int, float] | None = None
         if not inputs:
-            return _by_node(computed, len(live))
+            return
         if not self.watch.cuda:
-            return _by_node(_marked(value, inputs, live, self.watch), len(live))
+            seen.see(_by_node(_marked(value, inputs, live, self.watch), len(live)))
+            return
         if self._bound != "gpu":
             issued = _marked(value, inputs, live, LaunchWatch())
-        if self._bound != "launch":
-            self.watch.settle()
+        if self._bound != "launch" or not seen.knows_alone:
             wait = _lead(issued, {}) if self._lead is None else self._lead
-            torch.cuda._sleep(int(wait * _CYCLES_PER_SECOND))
-            computed = _marked(value, inputs, live, self.watch)
-        if self._lead is None:
+            computed = self.watch.time(lambda: _marked(value, inputs, live, self.watch), lead=wait)[1]
+        if self._lead is None and computed is not None:
             self._lead = _lead(issued, computed)
             gpu, cpu = sum(computed.values()), sum(issued.values())
             self._bound = "launch" if cpu > _FAR * gpu else "gpu" if gpu > _FAR * cpu else None
-        return np.maximum(_by_node(issued, len(live)), _by_node(computed, len(live)))
+        alone = None if computed is None else _by_node(computed, len(live))
+        both = _by_node(issued, len(live))
+        seen.see(both if alone is None else np.maximum(both, alone), alone)
 
     def _asked(self, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[Any]:
         return [*(_roots(self.graph, live) if roots else ()), *(self.params[name] for name in ask)]
@@ -177,17 +203,27 @@ class Passes:
 
 
 class _Fastest:
-    """The least seconds of each node over several passes: whatever disturbs a pass only adds to it."""
+    """The least seconds of each node over several passes: whatever disturbs a pass only adds to it. And a GPU's own."""
 
     def __init__(self, nodes: int) -> None:
-        self._least = np.full(nodes, np.inf)
+        self._least, self._alone = np.full(nodes, np.inf), np.full(nodes, np.inf)
 
-    def see(self, seconds: NDArray[np.float64]) -> None:
+    def see(self, seconds: NDArray[np.float64], alone: NDArray[np.float64] | None = None) -> None:
         self._least = np.minimum(self._least, seconds)
+        if alone is not None:
+            self._alone = np.minimum(self._alone, alone)
+
+    @property
+    def knows_alone(self) -> bool:
+        return bool(np.isfinite(self._alone).any())
 
     @property
     def seconds(self) -> NDArray[np.float64]:
         return np.where(np.isfinite(self._least), self._least, 0.0)
+
+    @property
+    def alone(self) -> NDArray[np.float64]:
+        return np.where(np.isfinite(self._alone), self._alone, 0.0)
 
 
 def _slots(graph: Graph) -> list[list[str]]:
@@ -231,13 +267,10 @@ def _by_node(seconds: Mapping[int, float], nodes: int) -> NDArray[np.float64]:
 
 
 def _lead(issued: Mapping[int, float], computed: Mapping[int, float]) -> float:
-    """How long a GPU must be held back so that it finds every node's work issued, even when it is asked for half of it.
-
-    Issuing may take half as long again.
-    """
+    """How long a GPU must be held back so that it finds every node's work issued, even when it is asked for half of it."""
     ready = done = lead = 0.0
     for i, seconds in issued.items():
-        ready += 1.5 * seconds + _HOOKS
+        ready += _LATE * seconds + _HOOKS
         lead = max(lead, ready - done)
         done += computed.get(i, 0.0) / 2
     return lead

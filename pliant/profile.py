@@ -25,6 +25,7 @@ AGAIN = "again"
 KINDS = (KEPT, AGAIN, "optimizer", "gradient", "scratch", "forward", "dX", "dW")
 ENGINES = ("plain", "lean")  # that costs are known for
 CACHED = "cached"
+_FORMAT = "pliant.profile/6"
 # What a step is made of, and the kinds of charges that each pays; everything else a node does counts as its way through (dX).
 SPLIT = {
     "forward": (KEPT, AGAIN, "forward"),
@@ -119,7 +120,9 @@ class Profile:
     anything chosen a step does not pay for: all of it (1) where features come from a cache, some of its seconds where it runs
     as inference. Then only the rest of it is in `base`, and the spared part is due for what lies between the loss and anything
     chosen. `shapes` are those of the parameters: a slice costs its share of what its parameter's gradient, optimizer state and,
-    along the inputs, kept activations cost.
+    along the inputs, kept activations cost. `other_seconds` are those of each charge, and last of `base` where nothing is
+    spared, for steps that are `captured` as one launch; where the charges hold those already, for steps that are not. Empty:
+    nobody knows of a difference.
     """
 
     charges: tuple[Charge, ...]
@@ -134,6 +137,8 @@ class Profile:
     engine: str = "plain"
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     spared: float = 0.0
+    captured: bool = False
+    other_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for i, charge in enumerate(self.charges):
@@ -142,19 +147,40 @@ class Profile:
             if charge.live is not None and not 0 <= charge.live[0] <= charge.live[1] <= len(self.moments):
                 raise ValueError(f"charge {i} ({charge.name!r}) has live={charge.live} of {len(self.moments)} moments.")
 
-    def on(self, engine: str, spared: float | None = None) -> Profile:
-        """The same profile for steps that another engine runs, or that spare so much of the forward pass; 1.0 is still a plain
-        full step."""
+    def on(self, engine: str, spared: float | None = None, captured: bool | None = None) -> Profile:
+        """The same profile for steps that another engine runs, that spare so much of the forward pass, or that are captured;
+        1.0 is still a plain full step."""
         if engine not in ENGINES:
             raise ValueError(f"engine={engine!r} is not known to profiles; one of: {', '.join(ENGINES)}.")
         spared = self.spared if spared is None else spared
         if not 0 <= spared <= 1:
             raise ValueError(f"spared={spared}: from nothing (0) to all (1) of the forward pass before anything chosen.")
+        if captured is not None and captured != self.captured and self.other_seconds:
+            return self._otherwise().on(engine, spared)
         if (engine, spared) == (self.engine, self.spared):
             return self
         seconds, macs = (old - new for old, new in zip(self._all_that(self.spared), self._all_that(spared), strict=True))
         base = replace(self.base, seconds=self.base.seconds + seconds, macs=self.base.macs + int(macs))
         return replace(self, engine=engine, spared=spared, base=base if seconds or macs else self.base, plain=self.full)
+
+    def _otherwise(self) -> Profile:
+        """The same profile with its other seconds, nothing spared."""
+        whole = self.on(self.engine, 0.0)
+        *others, base = self.other_seconds
+        charges = (replace(c, cost=replace(c.cost, seconds=s)) for c, s in zip(whole.charges, others, strict=True))
+        return replace(
+            whole,
+            charges=tuple(charges),
+            base=replace(whole.base, seconds=base),
+            plain=whole.full,
+            captured=not self.captured,
+            other_seconds=whole.seconds,
+        )
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of each charge, and last of `base`."""
+        return *(charge.cost.seconds for charge in self.charges), self.base.seconds
 
     def _all_that(self, spared: float) -> tuple[float, float]:
         """Seconds and MACs that are spared where nothing is chosen; inference takes less time, but all MACs."""
@@ -409,7 +435,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": "pliant.profile/5",
+            "format": _FORMAT,
             "base": asdict(self.base),
             "charges": [
                 {
@@ -431,14 +457,16 @@ class Profile:
             "checks": [list(check) for check in self.checks],
             "engine": self.engine,
             "spared": self.spared,
+            "captured": self.captured,
+            "other_seconds": list(self.other_seconds),
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
         found = data.get("format") if isinstance(data, Mapping) else None
-        if found != "pliant.profile/5":
-            raise ValueError(f"not a Pliant profile: format is {found!r}, expected 'pliant.profile/5'.")
+        if found != _FORMAT:
+            raise ValueError(f"not a Pliant profile: format is {found!r}, expected {_FORMAT!r}.")
         charges = tuple(
             Charge(
                 c["name"],
@@ -463,6 +491,8 @@ class Profile:
             data["engine"],
             {name: tuple(shape) for name, shape in data["shapes"].items()},
             data["spared"],
+            data["captured"],
+            tuple(data["other_seconds"]),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -36,6 +36,7 @@ from pliant.undo import Undo
 from pliant.update import Update, even_out_
 
 _LOOK_EVERY = 10  # steps between two looks of the closed loop at what steps take
+_A_WHILE = 1000  # steps that a choice is to last where nobody knows how many there will be
 _RACE_AGAIN = 0.2  # of a step's cost: where another choice differs by more, another engine may be the fastest
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
 
@@ -218,7 +219,8 @@ class Session:
         if (budget.memory is None) != (self.budget.memory is None):
             self._engine.settle(budget, races=False)
         try:
-            self._choice.change_budget(budget, self.progress, self._engine.keeps)
+            captured = self._choice.captured and self._engine.may_capture
+            self._choice.change_budget(budget, self.progress, self._engine.keeps, captured)
         except BaseException:
             self._engine.race = was
             raise
@@ -263,11 +265,11 @@ class Session:
             ids = data.ids_of(batch) if ids is None else ids
             cached = self._engine.caches and ids is not None
             if cached != (self._choice.spared == 1) and not self._engine.race.is_on:
-                self._choice.run_on(self._engine.keeps, float(cached))
+                self._choice.run_on(self._engine.keeps, float(cached), self._choice.captured)
         if self._micro == 0:
             self._optimizer.zero_grad(set_to_none=True)  # first: a probe needs the room
             self._engine.zero_grad()
-            self._begin_step(batch)
+            self._begin_step(batch, self._engine.may_capture if self._choice.correct else self._engine.way.graphs)
         else:
             self._norms.hold_(self._params, self.selection.params)
         self._ours = True
@@ -321,7 +323,7 @@ class Session:
 
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; then the caller's own forward, backward and step follow."""
-        self._begin_step(batch)
+        self._begin_step(batch, captures=False)
         if self._engine.slices is not None and self.update.scaler is not None:
             self._laps.drop()
             raise ValueError(
@@ -331,7 +333,8 @@ class Session:
         if self._device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
             self._peak = self._measuring(batch)
 
-    def _begin_step(self, batch: Any) -> None:
+    def _begin_step(self, batch: Any, captures: bool) -> None:
+        """`captures`: what is measured now is to price steps that are captured, as far as is known."""
         self._check_open()
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
@@ -340,6 +343,7 @@ class Session:
         batches.check_not_empty(batch)
         try:
             if not self.units:
+                self._choice.run_on(self._engine.keeps, self._choice.spared, captures)
                 with self._pace.not_training("profiling"):
                     self._choice.look(self.model, self._optimizer, self.loss, batch, self.update, self._norms.rule)
                 if self._log.path is not None:
@@ -411,7 +415,7 @@ class Session:
         self._log.step(self._step, self._round, value, seconds)
         if counts and self._ours and self._engine.see(seconds):
             self._look_at_steps()  # of all that took part
-            self._choice.run_on(self._engine.keeps, float(self._engine.caches))
+            self._choice.run_on(self._engine.keeps, float(self._engine.caches), self._engine.way.graphs)
             self._choice.raced(*self._engine.raced)
             self._note(f"steps run on the engine {self.engine!r}: the fastest of {', '.join(map(str, self._engine.race.ways))}")
         self._look_at_bytes()
@@ -459,7 +463,8 @@ class Session:
         start = self._laps.watch.mark()
         # A correction that moves the boundary costs all that is cached.
         may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on and self._choice.spared < 1
-        if self._choice.is_off(self.progress, looked and may):
+        left = max(self.total_steps - self._step, 1) if self.total_steps is not None else _A_WHILE
+        if self._choice.is_off(self.progress, looked and may, self._engine.seconds_per_choice / left):
             with self._pace.correcting():
                 selection = self._choice.again(self.progress)
                 if selection is not None:
@@ -560,7 +565,8 @@ class Session:
         self._choice.load(state, self.progress)
         winner, self._raced = state["engine"]
         known = self._engine.settle(self.budget, races=self._choice.correct, winner=winner)
-        self._choice.run_on(self._engine.keeps, self._choice.spared if known else float(self._engine.caches))
+        spared = self._choice.spared if known else float(self._engine.caches)
+        self._choice.run_on(self._engine.keeps, spared, self._choice.captured and self._engine.may_capture)
         self._engine.forget()
         self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:

@@ -91,39 +91,46 @@ class Trial:
 
     # ------------------------------------------------------------ the optimizer
 
-    def update_seconds(self, repeats: int) -> tuple[float, float, float]:
-        """Seconds of clipping and stepping: fixed, per tensor and per byte, from steps over three sets of parameters.
+    def update_seconds(self, repeats: int) -> tuple[list[float], list[float]]:
+        """Seconds of clipping and stepping: fixed, per tensor and per byte, from steps over three sets of parameters; and those
+        of a GPU that finds them issued.
 
         The first step of each, which makes the optimizer's state, does not count.
         """
         by_size = sorted(self.mine, key=lambda name: self.mine[name].numel())
         if self._like is None:
-            return 0.0, 0.0, 0.0
-        rows, seconds = [], []
+            return [0.0] * 3, [0.0] * 3
+        rows, seconds, alone = [], [], []
         for names in (by_size, by_size[: (len(by_size) + 1) // 2], by_size[:1]):
-            tries = [self._update_alone(names) for _ in range(repeats + 1)]
+            tries = [self._update_once(names) for _ in range(repeats + 1)]
             rows.append([1.0, len(names), sum(self.mine[n].numel() * self.mine[n].element_size() for n in names)])
             seconds.append(self.watch.typical(tries[1:]))
-        found = _least_squares(np.array(rows), np.array(seconds))
-        return float(found[0]), float(found[1]), float(found[2])
+            alone.append(self._update_once(names, lead=2 * max(tries[1:])) if self.watch.cuda else seconds[-1])
+        first, second = (_least_squares(np.array(rows), np.array(values)).tolist() for values in (seconds, alone))
+        return first, second
 
-    def _update_alone(self, names: Collection[str]) -> float:
+    def _update_once(self, names: Collection[str], lead: float = 0.0) -> float:
         for name, copy in self._copies.items():
             copy.grad = torch.zeros_like(copy) if name in names else None
         if self._like is None:
             return 0.0
         if self.update.scaler is not None:  # a scaler steps only after a loss went through it
             self.update.scaler.scale(torch.zeros((), device=next(iter(self.mine.values())).device))
-        return self.watch.time(partial(self.update.step, self._like))[0]
+        return self.watch.time(partial(self.update.step, self._like), lead)[0]
 
     # ------------------------------------------------------------ whole steps
 
-    def calibrated(self, graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any], repeats: int) -> Profile:
-        """The profile whose parts are scaled so that they add up to whole steps, from the head alone to everything."""
+    def calibrated(
+        self, graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any], repeats: int, steady: bool = True
+    ) -> Profile:
+        """The profile whose parts are scaled so that they add up to whole steps, from the head alone to everything.
+
+        A GPU's clock is `steady` unless it waits for the CPU.
+        """
         draft = charges.profile(graph, times, sizes, origin)
         rungs = _rungs(graph, draft)
         taken: list[list[float]] = [[] for _ in rungs]
-        if self.watch.cuda:  # one look at each will do: a GPU's clock has little noise
+        if self.watch.cuda and steady:  # one look at each will do
             repeats = 1
         for _ in range(repeats):
             for tries, rung in zip(taken, rungs, strict=True):
@@ -131,7 +138,7 @@ class Trial:
         for tries, rung in zip(taken, rungs, strict=True):
             if max(tries) > 1.2 * min(tries):  # one of them was much disturbed
                 tries.append(self.step(rung))
-        measured = np.array([self.watch.typical(tries) for tries in taken])
+        measured = np.array([self.watch.typical(tries) if steady else min(tries) for tries in taken])
         parts = np.array([_parts(graph, draft, times, rung) for rung in rungs])
         scales = _scales(parts, measured, _TRUST["cuda" if self.watch.cuda else "cpu"])
         better = _rescaled(graph, times, scales)

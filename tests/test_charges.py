@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from instances import laws
 from oracle import steady
 from torch import nn
+from zoo import sgd
 
 from pliant import Part, Profile, Unit, measure
 from pliant.charges import Sizes, Times, _suffix_maxima, profile, split
@@ -417,3 +418,23 @@ def test_inference_spares_a_share_of_the_seconds_and_no_macs(spared: float) -> N
     assert Profile.from_json(there.to_json()) == there
     with pytest.raises(ValueError, match="from nothing"):
         profile.on("plain", spared=1.5)
+
+
+@pytest.mark.parametrize("spared", [0.0, 0.4, 1.0])
+def test_a_captured_step_has_seconds_of_its_own(spared: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    eager = steady(model, sgd(model), lambda model, x: model(x).square().mean(), torch.randn(5, 4))
+    faster = tuple(seconds / (2 + k) for k, seconds in enumerate(eager.seconds))  # not by the same factor everywhere
+    profile = replace(eager, other_seconds=faster)
+    charges = (replace(c, cost=replace(c.cost, seconds=s)) for c, s in zip(eager.charges, faster, strict=False))
+    alone = replace(eager, charges=tuple(charges), base=replace(eager.base, seconds=faster[-1])).on("plain", spared)
+    there = profile.on("plain", spared).on("plain", captured=True)
+    units = tuple(Unit(name, (Part(name),)) for name, _ in model.named_parameters())
+    for k in range(len(units)):
+        assert there.cost(units[k:]) == alone.cost(units[k:])
+    assert there.full == eager.full and there.captured and there.spared == spared
+    assert Profile.from_json(there.to_json()) == there
+    back = there.on("plain", 0.0, captured=False)
+    assert back.seconds == pytest.approx(eager.seconds) and back.other_seconds == pytest.approx(faster)
+    assert eager.on("plain", captured=True) is eager  # nobody knows of a difference

@@ -564,3 +564,45 @@ def test_another_budget_is_no_correction(start: Open) -> None:
             fresh = plan(replace(policy, budget=Budget(macs=share)), session.profile, values, Progress())
             assert selection.units == fresh.units
         assert len({selection.units for selection in chosen}) > 2
+
+
+# ---------------------------------------------------------------- steps that are captured
+
+
+def launching(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, batch: Any, **how: Any) -> Profile:
+    """Of a device that waits for launches three quarters of the time."""
+    profile = light(model, optimizer, loss, batch, **how)
+    return replace(profile, other_seconds=tuple(seconds / 4 for seconds in profile.seconds))
+
+
+def test_captured_steps_keep_what_launches_could_not(start: Open) -> None:
+    policy = replace(last(0.15), cost=launching)
+    with pytest.raises(BudgetError, match="below the floor"), start(policy, engine="plain") as session:
+        session.step(STREAM[0])
+    with pytest.raises(BudgetError, match="below the floor"), start(policy, engine="graphs") as session:
+        session.before_step(STREAM[0])  # the caller's own steps are not captured
+    with start(policy, engine="graphs") as session:
+        chosen = train(session, 60)
+    assert all(len(selection.units) > 1 for selection in chosen)
+    spent, asked = [selection.cost.seconds for selection in chosen], 0.15 * session.profile.full.seconds
+    assert 0.9 * asked <= sum(spent) / len(spent) <= 1.03 * asked
+
+
+def test_what_is_not_captured_after_all_is_priced_as_such(start: Open, racing: None) -> None:
+    """Here there is no CUDA device, so that "auto" has nothing to capture."""
+    with start(replace(last(0.5), cost=launching)) as session:
+        train(session, 1)
+        assert not session.profile.captured
+
+
+@pytest.mark.parametrize(("seconds", "fewer"), [(0.0, False), (30.0, True), (1e9, True)])
+def test_a_budget_moves_only_as_often_as_another_choice_is_worth_what_it_takes(
+    start: Open, seconds: float, fewer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`seconds`: how many steps' time it takes to run another choice for the first time."""
+    toll = seconds * 0.5 * full_seconds()
+    monkeypatch.setattr("pliant.engine.Engine.seconds_per_choice", property(lambda engine: toll))
+    with start(last(schedule.ramp(0.8, 0.4)), total_steps=200) as session:
+        chosen = train(session, 200)
+    changes = sum(before.units != after.units for before, after in pairwise(chosen))
+    assert (changes < 6) == fewer and (changes == 0) == (seconds > 1e6)

@@ -23,7 +23,7 @@ from pliant import Budget, BudgetError, Part, Policy, Session, Unit, measure, re
 from pliant.apply import Norms, apply_
 from pliant.engine import ENGINES
 from pliant.engine.slices import Slices
-from pliant.engine.ways import Race, allowed
+from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import read, trainable
 from pliant.memory import Live
 
@@ -891,3 +891,20 @@ def test_slices_keep_what_was_predicted(axis: Any) -> None:
 
 def all_channels(model: nn.Module, batch: Any, axis: Any, group: int = 2) -> tuple[Unit, ...]:
     return units.channels(axis, group=group)(read(model, classify, batch))
+
+
+def test_a_way_that_was_far_behind_does_not_race_again(racing: None) -> None:
+    plain, graphs, both = Way(), Way(graphs=True), Way(prefix=True, graphs=True)
+    cached, seconds = Way(prefix=True, graphs=True, cache=True), {plain: 4.0, graphs: 1.0, both: 1.4}
+
+    def run(race: Race) -> Race:
+        while race.winner is None:
+            took = seconds.get(race.now, 9.0)
+            race.see(lambda took=took: took)
+        return race
+
+    first = run(Race([cached, plain, graphs, both]))
+    again = run(Race([cached, plain, graphs, both], behind=first.far_behind()))
+    assert again.ways == [cached, graphs, both]  # what a cache is worth hangs on what is chosen
+    assert again.far_behind() == {plain}  # and it stays so
+    assert again.winner == graphs

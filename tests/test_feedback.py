@@ -211,3 +211,11 @@ def test_what_ran_in_this_round_counts_as_it_ran() -> None:
     feedback.begin(Round(1, 20, ASKED, 2.0, 4.0))
     feedback.see([2.1] * 10, ASKED, pays=False)
     assert feedback.is_nearer(1.9, ASKED)  # another round has other values, maybe another device
+
+
+@pytest.mark.parametrize(("toll", "is_off"), [(0.0, True), (0.06, True), (0.08, False)])
+def test_steps_are_off_only_where_another_choice_is_worth_its_toll(toll: float, is_off: bool) -> None:
+    feedback = following()
+    feedback.see([ASKED + 0.1] * 10, ASKED)
+    feedback.forget()
+    assert feedback.is_off(ASKED, toll) == is_off

@@ -1045,3 +1045,15 @@ def test_a_gpu_waits_until_it_never_has_to() -> None:
     assert passes._lead(issued, {}) == pytest.approx(3 * 1.52e-3)
     assert passes._lead(issued, {0: 1.0}) == pytest.approx(2 * 1.52e-3)
     assert passes._lead(issued, {2: 1.0}) == pytest.approx(1.52e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_small_step_waits_for_launches_on_cuda() -> None:
+    """Captured it takes the GPU's own time, by far the smaller part."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)), nn.Linear(16, 2)).cuda()
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 16, device="cuda")
+    profile = measure.timed(model, optimizer, lambda model, x: model(x).square().mean(), batch)
+    everything = [profile.everything]
+    captured = profile.on("plain", captured=True).cost(everything)
+    assert 0 < captured.seconds < 0.7 * profile.cost(everything).seconds
+    assert captured.bytes == profile.cost(everything).bytes

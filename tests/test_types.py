@@ -330,8 +330,8 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path, length: int) -> Non
         b'"text"',
         b"null",
         b'{"format": "pliant.profile/1"}',
-        b'{"format": "pliant.profile/5"}',
-        b'{"format": "pliant.profile/5", "charges": [{}]}',
+        b'{"format": "pliant.profile/6"}',
+        b'{"format": "pliant.profile/6", "charges": [{}]}',
         b"\xff\xfe\x00\x80",
         b"PK\x03\x04",
     ],
@@ -344,7 +344,7 @@ def test_a_foreign_file_is_refused_by_name(tmp_path: Path, content: bytes) -> No
 
 def test_another_format_is_refused_with_both_named(tmp_path: Path) -> None:
     (tmp_path / "later.json").write_text(json.dumps(some_profile().to_json() | {"format": "pliant.profile/9"}))
-    with pytest.raises(ValueError, match=r"not a Pliant profile: format is 'pliant.profile/9', expected 'pliant.profile/5'"):
+    with pytest.raises(ValueError, match=r"not a Pliant profile: format is 'pliant.profile/9', expected 'pliant.profile/6'"):
         Profile.load(tmp_path / "later.json")
 
 

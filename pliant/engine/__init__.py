@@ -81,12 +81,22 @@ class Engine:
         """What the forward pass keeps for backward: "plain" or "lean", which is what bytes hang on."""
         return "lean" if self.way.lean else "plain"
 
+    @property
+    def may_capture(self) -> bool:
+        """Whether one of the ways that are allowed here makes a step one launch."""
+        return any(way.graphs for way in self.race.ways)
+
+    @property
+    def seconds_per_choice(self) -> float:
+        """What it takes to run another choice for the first time, beside its steps, as far as is known."""
+        return self._graphs.seconds_per_capture if self._graphs is not None and self.way.graphs else 0.0
+
     def settle(self, budget: Budget, races: bool, winner: str | None = None) -> bool:
         """Pick among the ways that are allowed: the way that won before, else by a race on real steps, or without one the
         first. Tells whether it is the one that won before."""
-        ways = self._allowed(budget)
+        ways, behind = self._allowed(budget), self.race.far_behind() if races else set()
         known = next((way for way in ways if str(way) == winner), None)
-        self.race = Race(ways, known if races else known or ways[0])
+        self.race = Race(ways, known if races else known or ways[0], behind)
         return known is not None
 
     def _allowed(self, budget: Budget) -> list[Way]:

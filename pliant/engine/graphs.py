@@ -10,6 +10,7 @@ A replay runs no Python. Where Python has something to do in a step (hooks, a lo
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -116,6 +117,12 @@ class Graphs:
         ]
         self._held = [held for module in self._modules for held in (module._parameters, module._buffers) if held]
         self.captures = self.replays = 0
+        self._preparing = 0.0  # seconds of the steps that were not replays
+
+    @property
+    def seconds_per_capture(self) -> float:
+        """What the first steps of a kind take until it is captured; 0 before anything was."""
+        return self._preparing / self.captures if self.captures else 0.0
 
     def step(
         self, batch: Any, work: Work, *, choice: Hashable, first: bool = True, prepare: Callable[[], Sequence[Made]] = tuple
@@ -127,6 +134,7 @@ class Graphs:
         step holds on to it and sees to it that it is made of the weights as they are.
         """
         key = captured = None
+        start, before = time.monotonic(), self.captures
         try:
             key = self._key(batch, choice, first)
             captured = self._known.get(key)
@@ -138,9 +146,13 @@ class Graphs:
         if captured is None:  # outside of the handler, which would keep the autograd graph of a failed capture alive
             for other in self._known.values():
                 other.holds_counts = False
-            return work(batch) if key is None or key in self._failures else self._watched(batch, work, key)
-        self._known.move_to_end(key)
-        return self._replay(captured, batch)
+            value = work(batch) if key is None or key in self._failures else self._watched(batch, work, key)
+        else:
+            self._known.move_to_end(key)
+            value = self._replay(captured, batch)
+        if captured is None or self.captures > before:
+            self._preparing += time.monotonic() - start
+        return value
 
     def forget(self) -> None:
         """Capture anew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -68,9 +68,12 @@ class Race:
 
     tries = 3  # each, after one that does not count
     margin = 0.97  # of the time of a simpler way is what another one must stay below
+    hopeless = 1.5  # times as long as the winner
 
-    def __init__(self, ways: Sequence[Way], winner: Way | None = None) -> None:
-        self.ways = list(ways)
+    def __init__(self, ways: Sequence[Way], winner: Way | None = None, behind: Collection[Way] = ()) -> None:
+        """`behind`: the ways that were far behind before, and do not take part again."""
+        self._behind = set(behind)
+        self.ways = [way for way in ways if way not in self._behind]
         self.winner = winner if winner in self.ways else self.ways[0] if len(self.ways) == 1 else None
         self.least: dict[Way, float] = {}  # seconds of the fastest step of each, once all have had their turn
         self._taken: dict[Way, list[Callable[[], float]]] = {way: [] for way in self.ways}
@@ -85,6 +88,11 @@ class Race:
     def is_on(self) -> bool:
         """Whether some have had their turn, and not all."""
         return self.winner is None and self._steps > 0
+
+    def far_behind(self) -> set[Way]:
+        """The ways that are not worth another race. What a cache is worth hangs on what is chosen, so it does not count."""
+        taken = {way: seconds for way, seconds in self.least.items() if not way.cache}
+        return self._behind | {way for way, seconds in taken.items() if seconds > self.hopeless * min(taken.values())}
 
     def see(self, seconds: Callable[[], float]) -> bool:
         """A step went the way that was due; what it took is read when all have had their turn. Tells whether that is now."""
