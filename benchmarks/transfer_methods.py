@@ -9,7 +9,7 @@
     freeze_out, lisa, badam    where `pliant.recipes` has them
 
 Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
-`…, solver greedy`, `…, fill up`, `…, every 100`, `…, probe 4`, `…, state drop`, `…, engine plain`, `…, norm frozen`,
+`…, solver greedy`, `…, every 100`, `…, probe 4`, `…, state drop`, `…, engine plain`, `…, norm frozen`,
 `…, memory 200MB`, `…, epochs 6`. `…, ramp 0.8-0.2` lets the share fall from the first step to the last. `…, cache 4` gives
 each image four fixed views, and keeps what is computed before the choice.
 """
@@ -48,7 +48,6 @@ CHANGES: dict[str, Change] = {
     "signal": lambda policy, word: replace(policy, signal=SIGNALS.get(word, getattr(score, word, None))()),
     "cost": lambda policy, word: _priced(policy, word),
     "solver": lambda policy, word: replace(policy, solver=getattr(solve, word)()),
-    "fill": lambda policy, word: replace(policy, solver=solve.filled(policy.solver)) if word == "up" else policy,
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
     "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=True, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),

@@ -136,8 +136,7 @@ class Choice:
         if self.profile is None or "seconds" not in selection.limit:
             return {}
         more = zip(self.units, self.profile.with_one_more(self.units, selection.units), strict=True)
-        least, chosen = -math.inf if self.policy.fills_up else 0.0, set(selection.units)
-        room = [seconds for unit, seconds in more if unit not in chosen and self._values.get(unit, 0.0) > least]
+        room = [seconds for unit, seconds in more if unit not in set(selection.units) and self._values.get(unit, 0.0) > 0]
         return {"seconds": max(selection.limit["seconds"], min(room, default=math.inf) * (1 - 1e-8))}
 
     def _smaller(self, now: Progress) -> Selection:
@@ -238,8 +237,7 @@ class Choice:
         limit = self.selection.limit["seconds"]
         if recent > asked and limit != asked and limit <= self.selection.cost.seconds * (1 + 1e-9):
             return "the cheapest step there is takes more"
-        least = -math.inf if self.policy.fills_up else 0.0
-        if recent < asked and len(self.selection.units) >= sum(value > least for value in self.selection.values.values()):
+        if recent < asked and len(self.selection.units) >= sum(value > 0 for value in self.selection.values.values()):
             return "everything that is worth training is chosen"
         if self.feedback.is_stuck(asked):
             return "the next choice up takes a quarter more than was asked, or more still"

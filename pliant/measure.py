@@ -87,7 +87,7 @@ def timed(
         (times, alone), sizes = passes.times(repeats), passes.sizes()
         sizes = replace(sizes, **optimizer_sizes(optimizer, params))
         trial = Trial(model, optimizer, loss, batch, params, norms, update.apart())
-        stepping, stepping_alone = trial.update_seconds(repeats)
+        stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
         profile = trial.calibrated(
             graph, times.with_update(*stepping), sizes, where, repeats, steady=not passes.is_bound_by_launches
         )

@@ -51,6 +51,11 @@ class Passes:
         """Whether a GPU spends most of a step waiting for what to do next, as far as is known."""
         return self._bound == "launch"
 
+    @property
+    def is_bound_by_gpu(self) -> bool:
+        """Whether a GPU always finds more to do, as far as is known."""
+        return self._bound == "gpu"
+
     def _norms_move(self) -> bool:
         """Whether the mode of some norm hangs on the choice."""
         modes = []
@@ -102,7 +107,7 @@ class Passes:
         steps = times(lambda seen: seen.seconds, taken[not moves], taken[True])
         if not self.watch.cuda:
             return steps, None
-        if self._bound != "gpu":
+        if not self.is_bound_by_gpu:
             taken = {moving: self._forward_alone(self.used if moving else [], taken[moving]) for moving in taken}
         return steps, times(lambda seen: seen.alone, taken[not moves], taken[True])
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pliant.budget import RESOURCES, Budget, Progress
 from pliant.profile import Profile, Table
 from pliant.schedule import Schedule, once
-from pliant.solve import SLACK, Array, Problem, Solver, fills_up, takes_turns
+from pliant.solve import SLACK, Array, Problem, Solver, takes_turns
 from pliant.types import BudgetError, Cost, Selection, Unit, match
 
 
@@ -42,11 +42,6 @@ class Policy:
     def __post_init__(self) -> None:
         if self.state not in ("keep", "drop"):
             raise ValueError(f"state={self.state!r}: the optimizer state of what leaves is 'keep' or 'drop'.")
-
-    @property
-    def fills_up(self) -> bool:
-        """Whether what is worth nothing is chosen, too, as long as there is room."""
-        return fills_up(self.solver)
 
 
 def plan(

@@ -91,22 +91,23 @@ class Trial:
 
     # ------------------------------------------------------------ the optimizer
 
-    def update_seconds(self, repeats: int) -> tuple[list[float], list[float]]:
+    def update_seconds(self, repeats: int, alone: bool) -> tuple[list[float], list[float]]:
         """Seconds of clipping and stepping: fixed, per tensor and per byte, from steps over three sets of parameters; and those
-        of a GPU that finds them issued.
+        of a GPU that finds them issued, where they are asked for (`alone`).
 
         The first step of each, which makes the optimizer's state, does not count.
         """
         by_size = sorted(self.mine, key=lambda name: self.mine[name].numel())
         if self._like is None:
             return [0.0] * 3, [0.0] * 3
-        rows, seconds, alone = [], [], []
+        rows, seconds, issued = [], [], []
         for names in (by_size, by_size[: (len(by_size) + 1) // 2], by_size[:1]):
             tries = [self._update_once(names) for _ in range(repeats + 1)]
             rows.append([1.0, len(names), sum(self.mine[n].numel() * self.mine[n].element_size() for n in names)])
             seconds.append(self.watch.typical(tries[1:]))
-            alone.append(self._update_once(names, lead=2 * max(tries[1:])) if self.watch.cuda else seconds[-1])
-        first, second = (_least_squares(np.array(rows), np.array(values)).tolist() for values in (seconds, alone))
+            queued = alone and self.watch.cuda
+            issued.append(self._update_once(names, lead=2 * max(tries[1:])) if queued else seconds[-1])
+        first, second = (_least_squares(np.array(rows), np.array(values)).tolist() for values in (seconds, issued))
         return first, second
 
     def _update_once(self, names: Collection[str], lead: float = 0.0) -> float:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, problems
 
-from pliant.solve import Problem, Solver, cycle, filled, fills_up, fixed, freeze, greedy, knapsack, milp, sample, with_ends
+from pliant.solve import Problem, Solver, cycle, fixed, freeze, greedy, knapsack, milp, sample, with_ends
 
 TIE = 1e-6  # HiGHS calls two values equal below this share of the largest one
 
@@ -572,27 +572,3 @@ def test_milp_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_bits_name_positions() -> None:
     assert bits(np.array([True, False, True])) == 0b101
-
-
-# ---------------------------------------------------------------- what is left of a budget
-
-
-@given(problems(), st.data())
-@laws(60)
-def test_what_a_solver_leaves_is_spent(given_: Problem, data: st.DataObject) -> None:
-    noisy = replace(given_, values=given_.values * data.draw(st.sampled_from([1.0, 0.0, -1.0])))
-    solver = greedy()
-    first, chosen = solver(noisy), filled(solver)(noisy)
-    assert (first <= chosen).all() and (keeps(noisy, chosen) or (chosen == first).all())
-    for unit in np.flatnonzero(noisy.reached & ~chosen):
-        more = chosen.copy()
-        more[unit] = True
-        assert not noisy.fits(more)
-    assert (chosen[~noisy.reached] == first[~noisy.reached]).all()
-
-
-def test_what_is_left_goes_to_what_is_nearest_the_loss() -> None:
-    given_ = problem([-1, 0, -2, 5], [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], [[2, 2, 2, 2]], [6])
-    assert filled(milp())(given_).tolist() == [True, True, False, True]
-    assert milp()(given_).tolist() == [False, False, False, True]
-    assert fills_up(filled(milp())) and not fills_up(milp())

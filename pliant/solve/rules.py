@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from weakref import WeakSet
 
 import numpy as np
 
@@ -58,29 +57,6 @@ def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None
         if stop:
             break
     return chosen
-
-
-def filled(solver: Solver) -> Solver:
-    """What another solver leaves of the budget goes to other units, from the loss outwards, whatever they are worth.
-
-    A value that was measured as nothing, or less, is noise more often than harm, and a budget that is not spent trains nothing.
-    """
-
-    def solve(problem: Problem) -> Mask:
-        chosen = solver(problem)
-        rest = np.flatnonzero(problem.reached & ~chosen)
-        return fill(replace(problem, always=chosen), rest.tolist(), stop=False)
-
-    _FILLED.add(solve)
-    return solve
-
-
-def fills_up(solver: Solver) -> bool:
-    """Whether a solver chooses what is worth nothing, too, as long as there is room."""
-    return solver in _FILLED
-
-
-_FILLED: WeakSet[Solver] = WeakSet()
 
 
 def within_layers(solver: Solver, share: float = 0.25) -> Solver:
