@@ -42,14 +42,17 @@ RANK = 8
 CACHE_BYTES = "8GB"
 
 Change = Callable[[Policy, str], Policy]
-SIGNALS = {"gain": lambda: score.update_gain(cross=False), "cross": lambda: score.update_gain(cross=True)}
+SIGNALS = {
+    "gain": lambda: score.update_gain(cross=False),  # on one batch
+    "cross": lambda: score.update_gain(cross=True, batches=2, smooth=0.5),
+}
 CHANGES: dict[str, Change] = {
     "units": lambda policy, word: replace(policy, units=getattr(units, word)()),
     "signal": lambda policy, word: replace(policy, signal=SIGNALS.get(word, getattr(score, word, None))()),
     "cost": lambda policy, word: _priced(policy, word),
     "solver": lambda policy, word: replace(policy, solver=getattr(solve, word)()),
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
-    "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=True, batches=int(word), smooth=0.5)),
+    "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=False, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),

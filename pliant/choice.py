@@ -39,7 +39,7 @@ class Choice:
         runs the steps."""
         self.policy = policy
         self.correct = correct
-        self.profile = profile.on(engine, 0.0) if profile is not None else None
+        self.profile = profile.on(engine, 0.0, captured=False) if profile is not None else None
         self._engine = engine
         self.captured = False  # whether a step is one launch
         self.spared = 0.0  # of the forward pass before anything chosen: all of it where features come from a cache
@@ -265,6 +265,8 @@ class Choice:
         policy = replace(self.policy, budget=budget)
         spared = self.spared if engine == self._engine else float(self.spared == 1)  # what inference spares was the old one's
         profile = self.profile.on(engine, spared, captured) if self.profile is not None else None
+        if captured != self.captured:
+            self.feedback.ratio = 1.0  # it was one of other prices
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
             self._pending = plan(policy, profile, self._values, then)

@@ -146,6 +146,8 @@ class Profile:
                 raise ValueError(f"charge {i} ({charge.name!r}) has via={charge.via}: it may point to later charges only.")
             if charge.live is not None and not 0 <= charge.live[0] <= charge.live[1] <= len(self.moments):
                 raise ValueError(f"charge {i} ({charge.name!r}) has live={charge.live} of {len(self.moments)} moments.")
+        if self.other_seconds and len(self.other_seconds) != len(self.charges) + 1:
+            raise ValueError(f"{len(self.other_seconds)} other seconds for {len(self.charges)} charges and the base.")
 
     def on(self, engine: str, spared: float | None = None, captured: bool | None = None) -> Profile:
         """The same profile for steps that another engine runs, that spare so much of the forward pass, or that are captured;

@@ -269,7 +269,8 @@ class Session:
         if self._micro == 0:
             self._optimizer.zero_grad(set_to_none=True)  # first: a probe needs the room
             self._engine.zero_grad()
-            self._begin_step(batch, self._engine.may_capture if self._choice.correct else self._engine.way.graphs)
+            may = self._engine.may_capture and self.update.scaler is None
+            self._begin_step(batch, captures=may and (self._choice.correct or self._engine.way.graphs))
         else:
             self._norms.hold_(self._params, self.selection.params)
         self._ours = True
@@ -343,9 +344,10 @@ class Session:
         batches.check_not_empty(batch)
         try:
             if not self.units:
-                self._choice.run_on(self._engine.keeps, self._choice.spared, captures)
                 with self._pace.not_training("profiling"):
                     self._choice.look(self.model, self._optimizer, self.loss, batch, self.update, self._norms.rule)
+                sliced = any(part.dim is not None for unit in self.units for part in unit.parts)
+                self._choice.run_on(self._engine.keeps, self._choice.spared, captures and not sliced)
                 if self._log.path is not None:
                     took = self._pace.spent.get("profiling")
                     self._log.write("start", **journal.start(self.policy, self.profile, self.units, self.engine, took))
@@ -415,7 +417,7 @@ class Session:
         self._log.step(self._step, self._round, value, seconds)
         if counts and self._ours and self._engine.see(seconds):
             self._look_at_steps()  # of all that took part
-            self._choice.run_on(self._engine.keeps, float(self._engine.caches), self._engine.way.graphs)
+            self._choice.run_on(self._engine.keeps, float(self._engine.caches), self._engine.captures)
             self._choice.raced(*self._engine.raced)
             self._note(f"steps run on the engine {self.engine!r}: the fastest of {', '.join(map(str, self._engine.race.ways))}")
         self._look_at_bytes()
@@ -546,7 +548,7 @@ class Session:
         if self._laps.is_running:  # a step that the caller's scaler skipped
             self._count_step()
         return {
-            "format": "pliant.session/5",
+            "format": "pliant.session/6",
             "step": self._step,
             "pace": self._pace.state(),
             "unseen": self._laps.peek(),
@@ -581,7 +583,7 @@ class Session:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit before anything is changed."""
-        if state.get("format") != "pliant.session/5":
+        if state.get("format") != "pliant.session/6":
             raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
         if state["policy"] != self.policy.name:
             raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")

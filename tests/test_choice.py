@@ -575,7 +575,13 @@ def launching(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, bat
     return replace(profile, other_seconds=tuple(seconds / 4 for seconds in profile.seconds))
 
 
-def test_captured_steps_keep_what_launches_could_not(start: Open) -> None:
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if steps could be captured here."""
+    monkeypatch.setattr("pliant.engine.Engine.may_capture", property(lambda engine: engine.way.graphs))
+
+
+def test_captured_steps_keep_what_launches_could_not(start: Open, capturing: None) -> None:
     policy = replace(last(0.15), cost=launching)
     with pytest.raises(BudgetError, match="below the floor"), start(policy, engine="plain") as session:
         session.step(STREAM[0])
@@ -588,11 +594,44 @@ def test_captured_steps_keep_what_launches_could_not(start: Open) -> None:
     assert 0.9 * asked <= sum(spent) / len(spent) <= 1.03 * asked
 
 
-def test_what_is_not_captured_after_all_is_priced_as_such(start: Open, racing: None) -> None:
-    """Here there is no CUDA device, so that "auto" has nothing to capture."""
-    with start(replace(last(0.5), cost=launching)) as session:
+@pytest.mark.parametrize("engine", ["auto", "graphs"])
+def test_what_cannot_be_captured_is_priced_as_such(start: Open, racing: None, engine: str) -> None:
+    """Here there is no CUDA device."""
+    with start(replace(last(0.5), cost=launching), engine=engine) as session:
         train(session, 1)
         assert not session.profile.captured
+
+
+@pytest.mark.parametrize("of", ["scaler", "channels"])
+def test_what_is_known_to_be_eager_is_priced_as_such(start: Open, capturing: None, of: str) -> None:
+    policy, how = replace(last(0.5), cost=launching), {}
+    if of == "scaler":
+        how["scaler"] = torch.amp.GradScaler("cpu")
+    else:
+        policy = replace(policy, units=units.channels(group=3))
+    with start(policy, engine="graphs", **how) as session:
+        train(session, 1)
+        assert not session.profile.captured
+
+
+def test_a_profile_of_captured_steps_prices_others_as_what_they_are(start: Open) -> None:
+    model = make()
+    profile = launching(model, sgd(model), classify, STREAM[0]).on("plain", captured=True)
+    with start(last(0.5), profile=profile, allow_mismatch=True, engine="plain") as session:
+        train(session, 1)
+        assert not session.profile.captured
+        assert session.selection.cost.seconds == pytest.approx(0.5 * session.profile.full.seconds, rel=0.1)
+
+
+def test_a_ratio_is_forgotten_with_its_prices(start: Open, capturing: None, device: Device) -> None:
+    device.speed = SLOW
+    with start(replace(last(0.3), cost=launching), engine="graphs") as session:
+        train(session, 40)
+        assert session.profile.captured
+        session._engine.settle(session.budget, races=False)
+        session._choice.change_budget(Budget(time=0.6), session.progress, "plain", captured=False)
+        train(session, 1)
+        assert session.selection.cost.seconds == pytest.approx(0.6 * session.profile.full.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(("seconds", "fewer"), [(0.0, False), (30.0, True), (1e9, True)])

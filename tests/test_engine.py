@@ -908,3 +908,6 @@ def test_a_way_that_was_far_behind_does_not_race_again(racing: None) -> None:
     assert again.ways == [cached, graphs, both]  # what a cache is worth hangs on what is chosen
     assert again.far_behind() == {plain}  # and it stays so
     assert again.winner == graphs
+    lean, prefix = Way(lean=True), Way(prefix=True)
+    seconds |= {plain: 4.0, lean: 1.0, prefix: 9.0}
+    assert run(Race([plain, prefix, lean])).far_behind() == set()  # and so does what is not captured

@@ -405,3 +405,19 @@ def test_many_choices_leave_memory_flat(device: str) -> None:
         held.append(torch.cuda.memory_allocated() if device == "cuda" else len(graphs._known))
     assert max(held[20:]) <= max(held[:20])
     assert graphs.captures == 200
+
+
+def test_what_a_capture_takes_is_not_what_eager_steps_take() -> None:
+    """Refused steps are no captures under way."""
+    model = net("cpu")
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    graphs, work = graphs_of(model, optimizer, "cpu"), step_of(model, optimizer)
+    for batch in batches(4, "cpu"):
+        graphs.step(batch, work, choice="all")
+    before = graphs.seconds_per_capture
+    assert before > 0 and graphs.refusal is None
+    model[0].register_forward_hook(lambda *_: None)
+    for batch in batches(6, "cpu"):
+        graphs.step(batch, work, choice="all")
+    assert graphs.seconds_per_capture == before
+    assert graphs.refusal == "a Linear has hooks"

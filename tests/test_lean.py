@@ -859,3 +859,29 @@ def test_every_device_packs_in_the_same_order(mask: list[bool]) -> None:
     packed = bits.pack(torch.tensor(mask))
     assert packed.tolist() == by_hand.tolist()
     assert (packed[:, None] & places).ne(0).view(-1)[: len(mask)].tolist() == mask
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda x: F.relu6(x + 3).div_(6),
+        lambda x: F.relu6(x + 3, inplace=True).div_(6),
+        lambda x: F.hardtanh(x).mul_(2),
+        lambda x: F.relu6(x.mT + 3).div_(6),
+        lambda x: F.hardtanh(x, -0.3, 0.7).mul_(2),
+        lambda x: torch.cat([F.relu6(part, inplace=True) for part in (x * 2).tensor_split(2, 1)], 1),
+    ],
+)
+@pytest.mark.parametrize("size", [4, 40])
+def test_what_was_clipped_may_be_changed(clip: Callable[[torch.Tensor], torch.Tensor], size: int) -> None:
+    """As in hard sigmoids that are written out: PyTorch keeps the input of these functions, not their result."""
+    torch.manual_seed(0)
+    start = torch.randn(size, size + 2)
+    gradients = []
+    for around in (nullcontext, Lean):
+        x = start.clone().requires_grad_()
+        with around():
+            value = clip(x * 2).square().sum()
+        value.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

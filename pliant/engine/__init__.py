@@ -83,8 +83,15 @@ class Engine:
 
     @property
     def may_capture(self) -> bool:
-        """Whether one of the ways that are allowed here makes a step one launch."""
-        return any(way.graphs for way in self.race.ways)
+        """Whether one of the ways that are allowed here makes a step one launch, and nothing is known that forbids it."""
+        there = self._graphs is not None and self._graphs.refusal is None and self.slices is None
+        return there and any(way.graphs for way in self.race.ways)
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are one launch now."""
+        graphs = self._graphs
+        return self.way.graphs and graphs is not None and graphs.why_not is None and graphs.replays > 0
 
     @property
     def seconds_per_choice(self) -> float:
@@ -115,7 +122,9 @@ class Engine:
         over = self.race.see(seconds)
         if over and self.features is not None:
             if self.way.cache and not self.features.hits:  # as fast as the same without, which is what it was
-                self.race.winner = replace(self.way, cache=False)
+                least, cached = self.race.least, self.way
+                self.race.winner = replace(cached, cache=False)
+                least.setdefault(self.race.winner, least[cached])
             if not self.way.cache:
                 self.features.clear()
         return over

@@ -150,9 +150,18 @@ class Graphs:
         else:
             self._known.move_to_end(key)
             value = self._replay(captured, batch)
-        if captured is None or self.captures > before:
+        if self.captures > before or (captured is None and key is not None and key not in self._failures):
             self._preparing += time.monotonic() - start
         return value
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no step of any kind can be captured, if that is known before one is tried."""
+        try:
+            self._refuse()
+        except Refused as why:
+            return str(why)
+        return None
 
     def forget(self) -> None:
         """Capture anew."""

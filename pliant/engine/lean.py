@@ -314,7 +314,10 @@ def _relu(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _relu6(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
     input, inplace = _given_6(*args, **kwargs)
-    return _clip(lean, func, args, kwargs, input, _mask(0.0, 6.0, True), 6.0 if inplace else None)
+    pack = _mask(0.0, 6.0, True)
+    if not _becomes_bits(input):
+        return lean.run(pack, func, args, kwargs)
+    return _clip(lean, func, args, kwargs, input, pack, 6.0 if inplace else None)
 
 
 def _hardtanh(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
@@ -323,9 +326,15 @@ def _hardtanh(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     yes, no = (1.0, 0.0) if low == 0 and high > 1 else ((low + high) / 2, low)
     pack = _mask(low, high, True, yes, no)
-    if not _holds(input.dtype, low, high):
+    if not _becomes_bits(input) or not _holds(input.dtype, low, high, yes, no, yes - no):
         return lean.run(pack, func, args, kwargs)
     return _clip(lean, func, args, kwargs, input, pack, high if low == 0 and (inplace or func is F.hardtanh_) else None)
+
+
+def _becomes_bits(tensor: torch.Tensor) -> bool:
+    """Whether bits can stand for a tensor of this size and layout. Where not, PyTorch's own way of keeping it must do, since
+    what it keeps of these functions is not their result, which may be changed later."""
+    return tensor.numel() >= _SMALL and tensor.dtype.is_floating_point and _in_memory(tensor) is not None
 
 
 def _given_6(input: Any, inplace: bool = False) -> tuple[Any, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ class Race:
 
     tries = 3  # each, after one that does not count
     margin = 0.97  # of the time of a simpler way is what another one must stay below
-    hopeless = 1.5  # times as long as the winner
+    hopeless = 1.5  # times as long as a captured step
 
     def __init__(self, ways: Sequence[Way], winner: Way | None = None, behind: Collection[Way] = ()) -> None:
         """`behind`: the ways that were far behind before, and do not take part again."""
@@ -90,9 +91,11 @@ class Race:
         return self.winner is None and self._steps > 0
 
     def far_behind(self) -> set[Way]:
-        """The ways that are not worth another race. What a cache is worth hangs on what is chosen, so it does not count."""
-        taken = {way: seconds for way, seconds in self.least.items() if not way.cache}
-        return self._behind | {way for way, seconds in taken.items() if seconds > self.hopeless * min(taken.values())}
+        """The ways that are not worth another race: those that wait for launches, where captured steps do not have to. What all
+        others are worth hangs on what is chosen."""
+        captured = min((seconds for way, seconds in self.least.items() if way.graphs and not way.cache), default=math.inf)
+        slow = {way for way, seconds in self.least.items() if not way.graphs and seconds > self.hopeless * captured}
+        return self._behind | slow
 
     def see(self, seconds: Callable[[], float]) -> bool:
         """A step went the way that was due; what it took is read when all have had their turn. Tells whether that is now."""
