@@ -44,7 +44,7 @@ CACHE_BYTES = "8GB"
 Change = Callable[[Policy, str], Policy]
 SIGNALS = {
     "gain": lambda: score.update_gain(cross=False),  # on one batch
-    "cross": lambda: score.update_gain(cross=True, batches=2, smooth=0.5),
+    "gains": lambda: score.update_gain(cross=False, batches=2, smooth=0.5),
 }
 CHANGES: dict[str, Change] = {
     "units": lambda policy, word: replace(policy, units=getattr(units, word)()),
@@ -52,7 +52,7 @@ CHANGES: dict[str, Change] = {
     "cost": lambda policy, word: _priced(policy, word),
     "solver": lambda policy, word: replace(policy, solver=getattr(solve, word)()),
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
-    "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=False, batches=int(word), smooth=0.5)),
+    "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=True, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
