@@ -100,14 +100,14 @@ class Trial:
         by_size = sorted(self.mine, key=lambda name: self.mine[name].numel())
         if self._like is None:
             return [0.0] * 3, [0.0] * 3
-        rows, seconds, issued = [], [], []
+        rows, seconds, queued = [], [], []
         for names in (by_size, by_size[: (len(by_size) + 1) // 2], by_size[:1]):
             tries = [self._update_once(names) for _ in range(repeats + 1)]
             rows.append([1.0, len(names), sum(self.mine[n].numel() * self.mine[n].element_size() for n in names)])
             seconds.append(self.watch.typical(tries[1:]))
-            queued = alone and self.watch.cuda
-            issued.append(self._update_once(names, lead=2 * max(tries[1:])) if queued else seconds[-1])
-        first, second = (_least_squares(np.array(rows), np.array(values)).tolist() for values in (seconds, issued))
+            held_back = alone and self.watch.cuda
+            queued.append(self._update_once(names, lead=2 * max(tries[1:])) if held_back else seconds[-1])
+        first, second = (_least_squares(np.array(rows), np.array(values)).tolist() for values in (seconds, queued))
         return first, second
 
     def _update_once(self, names: Collection[str], lead: float = 0.0) -> float:
