@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -13,7 +12,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from pliant import batches, checkpoint, data, journal, score
 from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
@@ -27,17 +25,18 @@ from pliant.engine.features import Features
 from pliant.feedback import Feedback, Round
 from pliant.graph import trainable
 from pliant.measure import inference_bytes
-from pliant.memory import StepPeak, resident, storage
+from pliant.memory import resident
 from pliant.policy import Policy
+from pliant.pricing import Pricing
 from pliant.profile import Profile
 from pliant.runlog import RunLog
+from pliant.stepper import Stepper
 from pliant.types import ProbeError, Selection, Unit
 from pliant.undo import Undo
-from pliant.update import Update, even_out_
+from pliant.update import Update
 
 _LOOK_EVERY = 10  # steps between two looks of the closed loop at what steps take
 _A_WHILE = 1000  # steps that a choice is to last where nobody knows how many there will be
-_RACE_AGAIN = 0.2  # of a step's cost: where another choice differs by more, another engine may be the fastest
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
 
 
@@ -109,8 +108,6 @@ class Session:
                 f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would set off. "
                 f"Remove it."
             )
-        self._optimizer = optimizer
-        self._ours = False  # whether `step` takes it, and not the caller
         self._found = found(model)
         self._norms = Norms(model, norm)
         self._undo = Undo(model, optimizer) if undo else None
@@ -124,16 +121,14 @@ class Session:
         self._engine.settle(policy.budget, races=False)
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
         self._choice = Choice(policy, known, check=not allow_mismatch, correct=correct, engine=self._engine.keeps)
-        self._step = self._micro = 0
+        self._pricing = Pricing(self._engine, self._choice)
+        self._step = 0
         self._log = RunLog(log)
         self._pace = Pace()
-        self._peak: StepPeak | None = None  # of the step that runs, where it is measured
-        self._elements = 0  # of its batch
+        self._elements = 0  # of the batch whose step is measured
         self._told = ""  # the last reason why a budget is out of reach
-        self._raced: float | None = None  # the size of the selection that ways to run a step were raced on
         self._closed = False
-        self._hooks = self._hang_on(optimizer)
-        self._engine.step_with(optimizer)
+        self._stepper = Stepper(self._engine, optimizer, self._params.values(), self.update, self._laps, self._count_step)
         _OPEN[model] = ref(self)
 
     # ------------------------------------------------------------ what the user reads
@@ -215,22 +210,12 @@ class Session:
             raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
         self._look_at_steps()  # they ran under the old one
         self._told = ""
-        was = self._engine.race
-        if (budget.memory is None) != (self.budget.memory is None):
-            self._engine.settle(budget, races=False)
-        try:
-            captured = self._choice.captured and self._engine.may_capture
-            self._choice.change_budget(budget, self.progress, self._engine.keeps, captured)
-        except BaseException:
-            self._engine.race = was
-            raise
-        if self._engine.race is not was:
-            self._raced = None
+        self._pricing.change_budget(budget, self.progress)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The user's optimizer. Another one may be set if it holds what is chosen; values are then probed again."""
-        return self._optimizer
+        return self._stepper.optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -239,11 +224,7 @@ class Session:
             check_in_groups(self._params, optimizer, self.selection.params)
             self._engine.check(self.selection.parts, optimizer)
             self._choice.ask_again()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = self._hang_on(optimizer)
-        self._engine.step_with(optimizer)  # what slices know is of the old one
-        self._optimizer = optimizer
+        self._stepper.step_with(optimizer)
         self._note("the optimizer was replaced")
 
     def _repr_html_(self) -> str:
@@ -263,51 +244,16 @@ class Session:
         self._check_open()
         if self._engine.features is not None:
             ids = data.ids_of(batch) if ids is None else ids
-            cached = self._engine.caches and ids is not None
-            if cached != (self._choice.spared == 1) and not self._engine.race.is_on:
-                self._choice.run_on(self._engine.keeps, float(cached), self._choice.captured)
-        if self._micro == 0:
-            self._optimizer.zero_grad(set_to_none=True)  # first: a probe needs the room
-            self._engine.zero_grad()
-            may = self._engine.may_capture and self.update.scaler is None
-            self._begin_step(batch, captures=may and (self._choice.correct or self._engine.way.graphs))
+            self._pricing.cached(ids is not None)
+        if self._stepper.begins:
+            self._stepper.zero_grad()  # first: a probe needs the room
+            self._begin_step(batch, captures=self.update.scaler is None and self._pricing.expects_capture)
         else:
             self._norms.hold_(self._params, self.selection.params)
-        self._ours = True
-        try:
-            if self._micro == 0:
-                self._peak = self._measuring(batch)
-            with self._peak or nullcontext():
-                value = self._run(batch, ids)
-            if self._micro == 0:
-                self._count_step(value)
-        except BaseException:
-            self._peak = None
-            if self._micro == 0:
-                self._laps.drop()  # a step that failed does not count
-            raise
-        finally:
-            self._ours = False
-        return value
-
-    def _run(self, batch: Any, ids: Any) -> torch.Tensor:
-        first, last = self._micro == 0, self._micro + 1 == self.update.accumulate
-
-        def finish(value: torch.Tensor) -> torch.Tensor:
-            self.update.backward(value)
-            if last:
-                if self._peak is not None:
-                    self._peak.updating()
-                with self._engine.stepping(self._optimizer):
-                    self.update.step(self._optimizer)
-            return value.detach()
-
-        eager = "this step's memory is measured" if self._peak is not None else None
-        if self.update.scaler is not None:
-            eager = "a GradScaler looks at every step's gradients"
-        value = self._engine.take(batch, ids, finish, (first, last), eager)
-        self._micro = 0 if last else self._micro + 1
-        return value
+        with self._stepper.ours():
+            if self._stepper.begins:
+                self._stepper.follow(self._inference_bytes(batch))
+            return self._stepper.take(batch, ids)
 
     @property
     def caches(self) -> bool:
@@ -330,9 +276,9 @@ class Session:
             raise ValueError(
                 "a GradScaler unscales before slices stand in for their parameters: take such steps with session.step."
             )
-        self._engine.hang_on(self.model, self._optimizer)
+        self._engine.hang_on(self.model, self.optimizer)
         if self._device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
-            self._peak = self._measuring(batch)
+            self._stepper.follow(self._inference_bytes(batch))
 
     def _begin_step(self, batch: Any, captures: bool) -> None:
         """`captures`: what is measured now is to price steps that are captured, as far as is known."""
@@ -345,9 +291,8 @@ class Session:
         try:
             if not self.units:
                 with self._pace.not_training("profiling"):
-                    self._choice.look(self.model, self._optimizer, self.loss, batch, self.update, self._norms.rule)
-                sliced = any(part.dim is not None for unit in self.units for part in unit.parts)
-                self._choice.run_on(self._engine.keeps, self._choice.spared, captures and not sliced)
+                    self._choice.look(self.model, self.optimizer, self.loss, batch, self.update, self._norms.rule)
+                self._pricing.measured(captures)
                 if self._log.path is not None:
                     took = self._pace.spent.get("profiling")
                     self._log.write("start", **journal.start(self.policy, self.profile, self.units, self.engine, took))
@@ -362,7 +307,7 @@ class Session:
             if self._choice.selection is None:  # the probe held norms for a choice that did not come about
                 self._norms.release_()
             raise
-        check_in_groups(self._params, self._optimizer, self.selection.params)
+        check_in_groups(self._params, self.optimizer, self.selection.params)
         self._norms.hold_(self._params, self.selection.params)
         self._laps.begin()
 
@@ -399,26 +344,18 @@ class Session:
             means.append(float(torch.stack(losses).float().mean()))
         return means
 
-    def _hang_on(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
-        return [optimizer.register_step_pre_hook(even_out_), optimizer.register_step_post_hook(self._on_optimizer_step)]
-
-    def _on_optimizer_step(self, *_: Any) -> None:
-        """Hangs on the optimizer: sees the end of a step that the caller takes."""
-        if self._laps.is_running and not self._ours:
-            self._count_step()
-
     def _count_step(self, value: torch.Tensor | None = None) -> None:
+        """A step is over; `value` is its loss if it was one of ours."""
         self._engine.let_go()
         for news in self._engine.news():
             self._note(news)
         self._step += 1
-        counts = self._peak is None and not self._engine.fills  # what fills a cache is paid once
+        counts = not self._stepper.is_followed and not self._engine.fills  # what fills a cache is paid once
         seconds = self._laps.end(counts)
         self._log.step(self._step, self._round, value, seconds)
-        if counts and self._ours and self._engine.see(seconds):
+        if counts and value is not None and self._engine.see(seconds):
             self._look_at_steps()  # of all that took part
-            self._choice.run_on(self._engine.keeps, float(self._engine.caches), self._engine.captures)
-            self._choice.raced(*self._engine.raced)
+            self._pricing.won()
             self._note(f"steps run on the engine {self.engine!r}: the fastest of {', '.join(map(str, self._engine.race.ways))}")
         self._look_at_bytes()
         if self.policy.when.watches and self._step % Drift.every == 0:
@@ -427,9 +364,9 @@ class Session:
 
     # ------------------------------------------------------------ bytes
 
-    def _measuring(self, batch: Any) -> StepPeak | None:
-        """What follows the bytes of the step that comes, if that is due: the first of a selection whose memory is limited, and
-        of a larger batch."""
+    def _inference_bytes(self, batch: Any) -> int | None:
+        """What inference takes, if the bytes beyond it are to be measured in the step that comes: the first of a selection
+        whose memory is limited, and of a larger batch."""
         if self.budget.memory is None:
             return None
         self._elements = sum(tensor.numel() for tensor in batches.tensors(batch))
@@ -437,22 +374,13 @@ class Session:
             return None
         with self._pace.not_training("choosing"):
             try:
-                alone = inference_bytes(self.model, self.loss, batch)
+                return inference_bytes(self.model, self.loss, batch)
             except RuntimeError:  # a loss that needs gradients
-                alone = max(self.profile.moments)
-        before = self._state_bytes() + sum(storage(p.grad)[1] for p in self._params.values() if p.grad is not None)
-        self._laps.begin()
-        return StepPeak(self._device, alone, before, self._state_bytes)
-
-    def _state_bytes(self) -> int:
-        held = [*self._optimizer.state.values()]
-        if self._engine.slices is not None:
-            held += [saved["state"] for saved in self._engine.slices.state_dict().values()]
-        return sum(storage(t)[1] for state in held for t in state.values() if isinstance(t, torch.Tensor))
+                return max(self.profile.moments)
 
     def _look_at_bytes(self) -> None:
         """Let the closed loop see the bytes of a step that was measured."""
-        measured, self._peak = self._peak.bytes if self._peak is not None else None, None
+        measured = self._stepper.take_bytes()
         if measured is not None:
             self._choice.feedback.see_bytes(measured, self._elements)
             now = self._choice.feedback.rounds[-1]
@@ -495,14 +423,14 @@ class Session:
         self._norms.hold_(self._params, current)
         scale = self.update.scaler.get_scale() if self.update.scaler is not None else 1.0
         signal, seed = self.policy.signal, self.policy.seed
-        work = signal, self.model, self._optimizer, self.loss, batch, self.units
+        work = signal, self.model, self.optimizer, self.loss, batch, self.units
         windows, around = self._choice.windows(self.progress), ENGINES[self._engine.keeps]
         return score.probe(*work, scale=scale, seed=seed, round=round, windows=windows, around=around, pieces=self._probe_on)
 
     def _use(self, selection: Selection, took: tuple[Any, Any]) -> None:
         """Apply a selection: everything that can fail comes before the first change."""
-        check_in_groups(self._params, self._optimizer, selection.params)
-        self._engine.check(selection.parts, self._optimizer)
+        check_in_groups(self._params, self.optimizer, selection.params)
+        self._engine.check(selection.parts, self.optimizer)
         if self._undo is not None:
             self._undo.keep({name: self._params[name] for name in selection.params})
             if self._state_rule == "drop":
@@ -511,10 +439,7 @@ class Session:
         self._look_at_steps()
         measured = self.measured_seconds
         self._apply_(selection)
-        size = selection.cost.seconds or selection.cost.macs
-        if self._choice.correct and (self._raced is None or abs(size - self._raced) > _RACE_AGAIN * self._raced):
-            self._raced = size
-            self._engine.settle(self.budget, races=True)
+        self._pricing.chosen(selection)
         self._choice.take(selection, replace(self.progress, round=selection.round))
         self._laps.new_round()
         seconds = self._laps.seconds(took)
@@ -523,8 +448,8 @@ class Session:
             self._log.write("round", **line)
 
     def _apply_(self, selection: Selection) -> None:
-        sliced = self._engine.choose_(selection.parts, self._params, self._optimizer)
-        apply_(self._params, self._optimizer, selection.params - sliced, self._state_rule)
+        sliced = self._engine.choose_(selection.parts, self._params, self.optimizer)
+        apply_(self._params, self.optimizer, selection.params - sliced, self._state_rule)
 
     @property
     def _state_rule(self) -> Literal["keep", "drop"]:
@@ -541,10 +466,9 @@ class Session:
 
         The model, the optimizer and the random states are saved beside it; `save` does all of that.
         """
-        if self._micro:
-            raise RuntimeError(
-                f"{self._micro} of {self.update.accumulate} batches of this step are in: save between optimizer steps."
-            )
+        if not self._stepper.begins:
+            there = f"{self._stepper.batches} of {self.update.accumulate} batches of this step are in"
+            raise RuntimeError(f"{there}: save between optimizer steps.")
         if self._laps.is_running:  # a step that the caller's scaler skipped
             self._count_step()
         return {
@@ -554,7 +478,7 @@ class Session:
             "unseen": self._laps.peek(),
             **self._choice.state(),
             "undo": self._undo.state() if self._undo is not None else None,
-            "engine": [str(self._engine.race.winner) if self._engine.race.winner is not None else None, self._raced],
+            "engine": self._pricing.state(),
             "slices": self._engine.slices.state_dict() if self._engine.slices is not None else None,
         }
 
@@ -562,13 +486,11 @@ class Session:
         """Go on from a saved state: same values, same selection, same measurements, and the budget that was saved."""
         self._check_open()
         self._check_state(state)
-        self._step, self._micro = state["step"], 0
+        self._stepper.drop()
+        self._step = state["step"]
         self._pace.load(state["pace"])
         self._choice.load(state, self.progress)
-        winner, self._raced = state["engine"]
-        known = self._engine.settle(self.budget, races=self._choice.correct, winner=winner)
-        spared = self._choice.spared if known else float(self._engine.caches)
-        self._choice.run_on(self._engine.keeps, spared, self._choice.captured and self._engine.may_capture)
+        self._pricing.load(state["engine"])
         self._engine.forget()
         self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:
@@ -593,8 +515,8 @@ class Session:
             raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is not trainable here.")
         if state["selection"]:
             selection = Selection.from_json(state["selection"])
-            check_in_groups(self._params, self._optimizer, selection.params)
-            self._engine.check(selection.parts, self._optimizer)
+            check_in_groups(self._params, self.optimizer, selection.params)
+            self._engine.check(selection.parts, self.optimizer)
 
     def save(self, path: str | os.PathLike[str], beside: Any = None) -> None:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed.
@@ -603,14 +525,14 @@ class Session:
         """
         state = self.state_dict()
         self._log.flush()  # a checkpoint is never ahead of the log
-        checkpoint.save(path, self.model, self._optimizer, self.update.scaler, state, beside)
+        checkpoint.save(path, self.model, self.optimizer, self.update.scaler, state, beside)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
         """Go on from a file that `save` wrote, as if the run had never stopped. Returns what was saved `beside`."""
         self._check_open()
-        saved = checkpoint.read(path, self.model, self._optimizer)
+        saved = checkpoint.read(path, self.model, self.optimizer)
         self._check_state(saved["session"])
-        checkpoint.fill_(saved, self.model, self._optimizer, self.update.scaler)
+        checkpoint.fill_(saved, self.model, self.optimizer, self.update.scaler)
         self.load_state_dict(saved["session"])
         return saved.get("beside")
 
@@ -626,11 +548,10 @@ class Session:
 
     def rollback(self) -> None:
         """Weights, buffers and optimizer state as they were at the start. The session goes on from there."""
-        self._undoable().rollback_(self._optimizer)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._undoable().rollback_(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
         self._engine.forget()
-        self._micro, self._peak = 0, None
-        self._laps.drop()
+        self._stepper.drop()
         self._note("rolled back to the start")
 
     def _undoable(self) -> Undo:
@@ -646,8 +567,7 @@ class Session:
         try:
             self._log.write("end", step=self._step, round=self._round, resident=resident(), spent=self.spent)
         finally:
-            for hook in self._hooks:
-                hook.remove()
+            self._stepper.let_go()
             self._engine.let_go()
             self._norms.release_()
             restore_(self._found)

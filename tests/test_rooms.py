@@ -30,6 +30,7 @@ LEFT = {
     "engine",
 }
 LEFT |= {"memory", "undo", "runlog", "drift", "checkpoint", "choice", "clock", "update", "feedback", "markup", "journal"}
+LEFT |= {"stepper", "pricing"}
 
 # room → the rooms and the packages outside the standard library that it may import, wherever in its files the import stands
 MAY_IMPORT: dict[str, set[str]] = {
@@ -91,6 +92,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "update",
         "torch",
     },
+    "stepper": {"engine", "clock", "memory", "update", "torch"},
+    "pricing": {"types", "budget", "choice", "engine"},
     "session": LEFT | {"data", "torch"},
     "recipes": {"policy", "budget", "schedule", "score", "solve", "units", "measure", "roofline", "types"},
     "models": {"types", "torch", "safetensors"},

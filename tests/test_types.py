@@ -21,7 +21,8 @@ from torch import nn
 
 from pliant import Budget, BudgetError, Cost, Part, PliantError, Profile, ProfileMismatch, Progress, Selection, Unit, measure
 from pliant.graph import read
-from pliant.profile import Charge, _highest
+from pliant.profile import Charge
+from pliant.profile.table import _highest
 from pliant.types import match, write_aside
 from pliant.units import channels
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pliant.cli.app import Misused, app, images_of, told
 from pliant.task import RECIPES
-from pliant.train import Options
+from pliant.train import Options, Result, Stopped
 
 _DEFAULT = {field.name: str(field.default) for field in fields(Options)}
 
@@ -34,44 +34,34 @@ def from_toml(path: Path) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in held.items()}
 
 
+def _option(option: str, help: str, least: int | None = None) -> Any:
+    """An option whose default is that of `Options`, and shown as such."""
+    return typer.Option(min=least, help=help, show_default=_DEFAULT[option])
+
+
 # Every default is None, "not given", so that a file of options is overruled by what is: the real ones stand in `Options`.
 @app.command()
 def train(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="efficientnet_lite0, timm:NAME, package.module:factory, or a .safetensors file of an earlier run.",
-            show_default=_DEFAULT["model"],
-        ),
+        _option("model", "efficientnet_lite0, timm:NAME, package.module:factory, or a .safetensors file of an earlier run."),
     ] = None,
     data: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder with a folder of images per class, a packed .npz set, or digits.", show_default=_DEFAULT["data"]
-        ),
+        str | None, _option("data", "A folder with a folder of images per class, a packed .npz set, or digits.")
     ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(help=f"What to train: {', '.join(RECIPES)}; only:GLOB,GLOB names it.", show_default=_DEFAULT["recipe"]),
-    ] = None,
+    recipe: Annotated[str | None, _option("recipe", f"What to train: {', '.join(RECIPES)}; only:GLOB,GLOB names it.")] = None,
     time: Annotated[
         str | None,
         typer.Option(help="Time a step may take: a share of a full one, or like 12ms.", show_default="0.5 for pliant"),
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory it may take beyond inference: a share, or like 64MB.")] = None,
     macs: Annotated[str | None, typer.Option(help="Multiply-accumulates: a share, or like 1.5GMAC.")] = None,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Times through the images.", show_default=_DEFAULT["epochs"])
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images per step.", show_default=_DEFAULT["batch"])] = None,
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Learning rate at the start; it falls to nothing along a cosine.", show_default=_DEFAULT["lr"]),
-    ] = None,
-    size: Annotated[int | None, typer.Option(min=8, help="Pixels per side.", show_default=_DEFAULT["size"])] = None,
+    epochs: Annotated[int | None, _option("epochs", "Times through the images.", least=1)] = None,
+    batch: Annotated[int | None, _option("batch", "Images per step.", least=1)] = None,
+    lr: Annotated[float | None, _option("lr", "Learning rate at the start; it falls to nothing along a cosine.")] = None,
+    size: Annotated[int | None, _option("size", "Pixels per side.", least=8)] = None,
     validation: Annotated[
-        float | None,
-        typer.Option(help="Share of each class to validate with, if the data names none.", show_default=_DEFAULT["validation"]),
+        float | None, _option("validation", "Share of each class to validate with, if the data names none.")
     ] = None,
     evaluate_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between evaluations.", show_default="an epoch")
@@ -79,17 +69,12 @@ def train(
     scratch: Annotated[bool | None, typer.Option("--scratch", help="Begin with random weights.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …", show_default="cuda if there is one")] = None,
     engine: Annotated[
-        str | None,
-        typer.Option(
-            help="auto, plain, or of lean, prefix and graphs some, like lean+prefix.", show_default=_DEFAULT["engine"]
-        ),
+        str | None, _option("engine", "auto, plain, or of lean, prefix and graphs some, like lean+prefix.")
     ] = None,
     exact: Annotated[
         bool | None, typer.Option("--exact", help="With a time budget too, nothing hangs on the clock once costs are measured.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of the split, new weights and the order of images.", show_default=_DEFAULT["seed"])
-    ] = None,
+    seed: Annotated[int | None, _option("seed", "Of the split, new weights and the order of images.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run.", show_default="a new one in runs/")] = None,
     resume: Annotated[bool | None, typer.Option("--resume", help="Go on with the run in --out, with its options.")] = None,
     delta: Annotated[bool | None, typer.Option("--delta", help="Write only the weights that changed.")] = None,
@@ -110,28 +95,40 @@ def train(
     Exit codes: 0 done, 1 told why not, 2 wrong usage, 130 stopped by Ctrl-C (after a step, with everything saved).
     """
     given = {name: value for name, value in locals().items() if value is not None and name not in ("config", "as_json")}
-    from pliant.cli.live import duration, shown
-    from pliant.train import Stopped
+    from pliant.cli.live import shown
     from pliant.train import train as run
 
-    def stopped(how: KeyboardInterrupt) -> str:
-        if isinstance(how, Stopped):
-            return "stopped: what was trained is saved; go on with --resume."
-        return "stopped at once: the run is as it was last saved, if it was."
-
     console = Console(stderr=as_json, quiet=as_json)
-    with told(Console(stderr=True), ValueError, stopped=stopped):
-        options = {**(from_toml(config) if config is not None else {}), **given}
-        where = str(config) if config is not None else "the command line"
-        if options.get("resume") and options.get("out"):
-            options = {**vars(Options.of_run(options["out"])), **options}
-        asked = Options.of(options, where)
-        images_of("--data", asked.data)
+    with told(Console(stderr=True), ValueError, stopped=_stopped):
+        asked = _asked(given, config)
         with shown(console) as watch:
             result = run(asked, None if as_json else watch)
     if as_json:
         typer.echo(json.dumps(result.to_json()))
-        return
+    else:
+        _show(console, result)
+
+
+def _asked(given: dict[str, Any], config: Path | None) -> Options:
+    """All options together: those of the command line, then those of a file, then those of the run that is to go on."""
+    options = {**(from_toml(config) if config is not None else {}), **given}
+    where = str(config) if config is not None else "the command line"
+    if options.get("resume") and options.get("out"):
+        options = {**vars(Options.of_run(options["out"])), **options}
+    asked = Options.of(options, where)
+    images_of("--data", asked.data)
+    return asked
+
+
+def _stopped(how: KeyboardInterrupt) -> str:
+    if isinstance(how, Stopped):
+        return "stopped: what was trained is saved; go on with --resume."
+    return "stopped at once: the run is as it was last saved, if it was."
+
+
+def _show(console: Console, result: Result) -> None:
+    from pliant.cli.live import duration
+
     ends = "rolled back to the start" if result.rolled_back else f"{result.accuracy:.1%}"
     step = f", {result.seconds_per_step * 1e3:.3g} ms a step" if result.seconds_per_step else ""
     console.print(

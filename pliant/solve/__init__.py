@@ -1,7 +1,7 @@
 """Values + prices + limits → what to choose.
 
 A solver is a function `Problem → mask over the units`. Prices are not additive: a charge is due once, as soon as any of the
-units that need it is chosen (`types.Charge`). Pure numpy and scipy.
+units that need it is chosen (`profile.Charge`). Pure numpy and scipy.
 """
 
 from pliant.solve.exact import knapsack, milp

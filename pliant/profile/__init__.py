@@ -1,7 +1,4 @@
-"""What one step of one model costs on one device, for any selection: a list of charges, each due once.
-
-Arithmetic and JSON only, like the other nouns.
-"""
+"""What one step of one model costs on one device, for any selection: a list of charges, each due once. Arithmetic and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,88 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant import markup
+from pliant.profile import saved
+from pliant.profile.charge import AGAIN, CACHED, KEPT, KINDS, SPLIT, Charge, Piece, pieces_of
+from pliant.profile.table import Table, tabulate
 from pliant.types import Cost, Part, ProfileMismatch, Unit, write_aside
 
-KEPT = "kept"
-AGAIN = "again"
-KINDS = (KEPT, AGAIN, "optimizer", "gradient", "scratch", "forward", "dX", "dW")
+__all__ = ["AGAIN", "CACHED", "ENGINES", "KEPT", "KINDS", "SPLIT", "Charge", "Profile", "Table"]
+
 ENGINES = ("plain", "lean")  # that costs are known for
-CACHED = "cached"
-_FORMAT = "pliant.profile/6"
-# What a step is made of, and the kinds of charges that each pays; everything else a node does counts as its way through (dX).
-SPLIT = {
-    "forward": (KEPT, AGAIN, "forward"),
-    "dX": ("dX", "node"),
-    "dW": ("dW", "gradient"),
-    "optimizer": ("optimizer", "scratch"),
-}
-
-
-@dataclass(frozen=True)
-class Charge:
-    """A cost that is due once, as soon as any of `params` is chosen or any of the charges `via` is due.
-
-    A weight gradient names its parameter; an input gradient names the charges further from the loss that wait for it;
-    a tensor kept for backward names every operation that reads it. So the backward graph, and the union of what
-    it keeps, are one list. `via` points to later entries of the list only. `live` says during which moments of a step (see
-    `Profile`) its bytes stand, from the first up to the second; None: all along. `engine`: due only where that engine runs the
-    step, or, if it is "cached", as far as the forward pass before anything chosen is spared.
-    """
-
-    name: str
-    cost: Cost
-    params: tuple[str, ...] = ()
-    via: tuple[int, ...] = ()
-    live: tuple[int, int] | None = None
-    engine: str | None = None
-
-    def share_of(self, dim: int | None, share: float) -> float:
-        """How much of it is due for a slice of its parameter: of a kept input, as much as the slice has of the inputs.
-
-        Beside a slice's gradient a copy of the slice itself stands, for the optimizer.
-        """
-        if dim is None or (self.kind == KEPT and dim != 1):
-            return 1.0
-        if self.kind == "gradient":
-            return min(2 * share, 1.0)  # and no slice costs more than the whole
-        return share if self.kind in (KEPT, "optimizer", "gradient", "scratch") or self.name.startswith("dW ") else 1.0
-
-    def share(self, pieces: Iterable[tuple[int | None, float]], behind: bool = False) -> float:
-        """How much of it is due for these pieces (dimension and share) of its parameters, and whether it is `behind` them.
-
-        The largest decides, and copies come beside it.
-        """
-        most, copies = float(behind), 0.0
-        for dim, share in pieces:
-            if self.is_copied(dim):
-                copies += share
-            else:
-                most = max(most, self.share_of(dim, share))
-        return most + copies
-
-    def is_copied(self, dim: int | None) -> bool:
-        """Whether a slice along this dimension keeps a copy of its own: its channels of a layer's input."""
-        return self.kind == KEPT and dim == 1
-
-    @property
-    def kind(self) -> str:
-        """What it pays for: one of `KINDS`, or "node", which is to run a node at all."""
-        word = self.name.split(" ")[0].rstrip(":")
-        return word if word in KINDS else "node"
-
-
-@dataclass(frozen=True)
-class Table:
-    """The charges of a profile seen from a list of units: charge j is due when a unit of row j of `needed` is chosen.
-
-    Bytes are by moment: at each of them, `standing` and what is due must fit.
-    """
-
-    needed: NDArray[np.bool_]  # (charges, units); no two rows are equal
-    seconds: NDArray[np.float64]
-    bytes: NDArray[np.float64]  # (moments, charges)
-    standing: NDArray[np.float64]  # (moments,): beside the charges, against the peak of the forward pass alone
-    macs: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -290,21 +213,8 @@ class Profile:
     def _counts(self, charge: Charge) -> bool:
         return charge.engine in (None, self.engine) or (self.spared > 0 and charge.engine == CACHED)
 
-    def _pieces(self, parts: Iterable[Part]) -> dict[str, tuple[int | None, float]]:
-        """For each parameter that parts are of: along which dimension they cut it (None: not at all), and how much of it they
-        are together."""
-        cut: dict[str, tuple[int | None, set[int]]] = {}
-        for part in parts:
-            dim, index = cut.get(part.param, (part.dim, set()))
-            if part.dim is None or part.index is None or dim != part.dim:
-                cut[part.param] = None, set()
-            elif dim is not None:
-                cut[part.param] = dim, index.union(part.index)
-        out: dict[str, tuple[int | None, float]] = {}
-        for param, (dim, index) in cut.items():
-            share = len(index) / self.shapes[param][dim] if dim is not None and param in self.shapes else 1.0
-            out[param] = (dim, share) if share < 1 else (None, 1.0)
-        return out
+    def _pieces(self, parts: Iterable[Part]) -> dict[str, Piece]:
+        return pieces_of(parts, self.shapes)
 
     @cached_property
     def params(self) -> tuple[str, ...]:
@@ -360,56 +270,13 @@ class Profile:
         """The charges as arrays over these units, equal rows merged, rows that no unit needs left out."""
         if units not in self._tables:  # asked for again whenever a plan is corrected
             self._tables.clear()
-            self._tables[units] = self._table(units)
+            chosen = [self._pieces(unit.parts) for unit in units]
+            self._tables[units] = tabulate(self._priced, self._counts, self.moments, chosen)
         return self._tables[units]
 
     @cached_property
     def _tables(self) -> dict[tuple[Unit, ...], Table]:
         return {}
-
-    def _table(self, units: Sequence[Unit]) -> Table:
-        whole = {param: np.zeros(len(units), bool) for param in self.params}  # units that choose all of it
-        cut: dict[str, list[tuple[int, int, float]]] = {}  # units that choose a slice: (unit, dimension, share)
-        for i, unit in enumerate(units):
-            for param, (dim, share) in self._pieces(unit.parts).items():
-                if param in whole and dim is None:
-                    whole[param][i] = True
-                elif param in whole and dim is not None:
-                    cut.setdefault(param, []).append((i, dim, share))
-        rows: list[NDArray[np.bool_]] = [np.zeros(0, bool)] * len(self.charges)
-        merged: dict[bytes, tuple[NDArray[np.bool_], NDArray[np.float64], NDArray[np.float64]]] = {}
-
-        def add(row: NDArray[np.bool_], charge: Charge, share: float = 1.0) -> None:
-            if row.any() and self._counts(charge):
-                new = row, np.zeros(2), np.zeros(len(self.moments))
-                _, price, held = merged.setdefault(row.tobytes(), new)
-                price += (charge.cost.seconds * share, charge.cost.macs * share)
-                held[slice(*(charge.live or (0, None)))] += charge.cost.bytes * share
-
-        for i in range(len(self.charges) - 1, -1, -1):
-            charge, row, own = self._priced[i], np.zeros(len(units), bool), dict[int, list[tuple[int | None, float]]]()
-            for j in charge.via:
-                row |= rows[j]
-            for param in charge.params:
-                row |= whole[param]
-                for k, dim, share in cut.get(param, ()):
-                    own.setdefault(k, []).append((dim, share))
-            behind = bool(row.any())
-            for k, pieces in own.items():
-                rest = [charge.share_of(dim, 0.0) for dim, _ in pieces if not charge.is_copied(dim)]
-                row[k] |= max(rest, default=0.0) == 1.0 or (behind and bool(rest))
-                share = charge.share(pieces, bool(row[k])) - row[k]
-                if share > 0:  # each pays for its own slice
-                    add(np.arange(len(units)) == k, charge, share)
-            add(row, charge)
-            rows[i] = row.copy()
-            rows[i][list(own)] = True
-        needed = np.array([row for row, _, _ in merged.values()], bool).reshape(len(merged), len(units))
-        prices = np.array([price for _, price, _ in merged.values()], float).reshape(len(merged), 2)
-        held = np.array([held for _, _, held in merged.values()], float).reshape(len(merged), len(self.moments)).T
-        standing = np.array(self.moments, float) - max(self.moments)
-        alone = _highest(held, standing)
-        return Table(needed, prices[:, 0], held[alone], standing[alone], prices[:, 1])
 
     def check_origin(self, now: Mapping[str, Any], allow_mismatch: bool = False) -> None:
         """Raise `ProfileMismatch` unless this profile was taken under the conditions `now`."""
@@ -436,66 +303,11 @@ class Profile:
         return markup.Table(title, ("", "time", "live at its peak", "compute"), rows).html()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "format": _FORMAT,
-            "base": asdict(self.base),
-            "charges": [
-                {
-                    "name": c.name,
-                    "cost": {key: value for key, value in asdict(c.cost).items() if value},
-                    "params": list(c.params),
-                    "via": list(c.via),
-                    "live": None if c.live is None else list(c.live),
-                    "engine": c.engine,
-                }
-                for c in self.charges
-            ],
-            "head": list(self.head),
-            "origin": dict(self.origin),
-            "coverage": self.coverage,
-            "uncounted": list(self.uncounted),
-            "moments": list(self.moments),
-            "plain": None if self.plain is None else asdict(self.plain),
-            "checks": [list(check) for check in self.checks],
-            "engine": self.engine,
-            "spared": self.spared,
-            "captured": self.captured,
-            "other_seconds": list(self.other_seconds),
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-        }
+        return saved.to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
-        found = data.get("format") if isinstance(data, Mapping) else None
-        if found != _FORMAT:
-            raise ValueError(f"not a Pliant profile: format is {found!r}, expected {_FORMAT!r}.")
-        charges = tuple(
-            Charge(
-                c["name"],
-                Cost(**c["cost"]),
-                tuple(c["params"]),
-                tuple(c["via"]),
-                tuple(c["live"]) if c["live"] else None,
-                c["engine"],
-            )
-            for c in data["charges"]
-        )
-        return cls(
-            charges,
-            Cost(**data["base"]),
-            tuple(data["head"]),
-            data["origin"],
-            data["coverage"],
-            tuple(data["uncounted"]),
-            tuple(data["moments"]),
-            Cost(**data["plain"]) if data["plain"] else None,
-            tuple((predicted, fastest, slowest) for predicted, fastest, slowest in data["checks"]),
-            data["engine"],
-            {name: tuple(shape) for name, shape in data["shapes"].items()},
-            data["spared"],
-            data["captured"],
-            tuple(data["other_seconds"]),
-        )
+        return cls(**saved.fields_of(data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON: aside first, then renamed, so that an interrupted write leaves the old file."""
@@ -513,14 +325,3 @@ class Profile:
         if now is not None:
             profile.check_origin(now, allow_mismatch)
         return profile
-
-
-def _highest(held: NDArray[np.float64], standing: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Positions of the moments that some choice may make the highest: one that a neighbour always tops is left out."""
-    kept: list[int] = []
-    for t in range(len(standing)):
-        while kept and standing[kept[-1]] <= standing[t] and (held[kept[-1]] <= held[t]).all():
-            kept.pop()
-        if not kept or standing[kept[-1]] < standing[t] or not (held[kept[-1]] >= held[t]).all():
-            kept.append(t)
-    return np.array(kept, dtype=np.intp)

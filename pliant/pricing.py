@@ -1,0 +1,77 @@
+"""Prices follow the engine: whenever steps go another way, the choice is told, so that it plans by what they cost that way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pliant.budget import Budget, Progress
+from pliant.choice import Choice
+from pliant.engine import Engine
+from pliant.types import Selection
+
+_RACE_AGAIN = 0.2  # of a step's cost: where another choice differs by more, another engine may be the fastest
+
+
+class Pricing:
+    """Lets the engine race where that is worth it, and keeps the prices of the choice those of the way that steps go."""
+
+    def __init__(self, engine: Engine, choice: Choice) -> None:
+        self._engine, self._choice = engine, choice
+        self._raced: float | None = None  # the size of the selection that ways to run a step were raced on
+
+    @property
+    def expects_capture(self) -> bool:
+        """Whether steps of ours will be captured, as far as is known."""
+        return self._engine.may_capture and (self._choice.correct or self._engine.way.graphs)
+
+    def measured(self, captures: bool) -> None:
+        """Costs are known now; `captures`: they are to be those of captured steps, where such steps can be."""
+        sliced = any(part.dim is not None for unit in self._choice.units for part in unit.parts)
+        self._choice.run_on(self._engine.keeps, self._choice.spared, captures and not sliced)
+
+    def cached(self, named: bool) -> None:
+        """The samples of the coming batch are `named`, so that a cache can be used, or not."""
+        cached = self._engine.caches and named
+        if cached != (self._choice.spared == 1) and not self._engine.race.is_on:
+            self._choice.run_on(self._engine.keeps, float(cached), self._choice.captured)
+
+    def won(self) -> None:
+        """A race is over: from now on steps go the way that won."""
+        self._choice.run_on(self._engine.keeps, float(self._engine.caches), self._engine.captures)
+        self._choice.raced(*self._engine.raced)
+
+    def chosen(self, selection: Selection) -> None:
+        """Race again where this selection is of another size than the last that was raced on."""
+        size = selection.cost.seconds or selection.cost.macs
+        if self._choice.correct and (self._raced is None or abs(size - self._raced) > _RACE_AGAIN * self._raced):
+            self._raced = size
+            self._engine.settle(self._choice.policy.budget, races=True)
+
+    def change_budget(self, budget: Budget, now: Progress) -> None:
+        """Other engines serve where memory is short. A budget that cannot be kept is refused, and everything stays."""
+        was = self._engine.race
+        if (budget.memory is None) != (self._choice.policy.budget.memory is None):
+            self._engine.settle(budget, races=False)
+        try:
+            captured = self._choice.captured and self._engine.may_capture
+            self._choice.change_budget(budget, now, self._engine.keeps, captured)
+        except BaseException:
+            self._engine.race = was
+            raise
+        if self._engine.race is not was:
+            self._raced = None
+
+    # ------------------------------------------------------------ save and resume
+
+    def state(self) -> list[Any]:
+        """The way that won, and on what it did."""
+        winner = self._engine.race.winner
+        return [str(winner) if winner is not None else None, self._raced]
+
+    def load(self, state: Sequence[Any]) -> None:
+        """Go on the way that won, with the prices of a choice that was loaded before."""
+        winner, self._raced = state
+        known = self._engine.settle(self._choice.policy.budget, races=self._choice.correct, winner=winner)
+        spared = self._choice.spared if known else float(self._engine.caches)
+        self._choice.run_on(self._engine.keeps, spared, self._choice.captured and self._engine.may_capture)
