@@ -138,7 +138,7 @@ def profile(graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any],
     nodes = [[*builder.node(i), builder.forward(i)] for i in range(len(graph.nodes))]
     at = np.cumsum([len(first), *(len(several) for several in nodes)]).tolist()
     charges = [*first, *(charge for several in nodes for charge in several)]
-    charges = [replace(c, via=tuple(sorted({at[i] for i in c.via}))) if c.via else c for c in charges]
+    charges = [_pointing(c, tuple(sorted({at[i] for i in c.via}))) if c.via else c for c in charges]
     base = Cost(times.forward * accumulate + times.fixed, 0, graph.forward_macs * accumulate)
     return Profile(tuple(charges), base, graph.head, dict(origin), None, graph.uncounted, moments, shapes=dict(graph.shapes))
 
@@ -245,7 +245,7 @@ class _Builder:
         size = self.graph.params[name]
         seconds = self.times.per_tensor + self.times.per_byte * size
         out = [Charge(f"optimizer: {name}", Cost(seconds, self.sizes.state.get(name, 0)), (name,))]
-        first = next(i for i, node in enumerate(self.graph.nodes) if name in node.params)
+        first = self._first[name]
         # Between the batches of one step gradients stay.
         live = (self.line.node(first), self.line.end) if self.accumulate == 1 else None
         out.append(Charge(f"gradient: {name}", Cost(bytes=size), (name,), (), live))
@@ -254,6 +254,11 @@ class _Builder:
                 at = self.line.update + k
                 out.append(Charge(f"scratch: {name}", Cost(bytes=self.sizes.scratch[name]), (name,), (), (at, at + 1)))
         return out
+
+    @cached_property
+    def _first(self) -> dict[str, int]:
+        """The first node that each parameter stands at."""
+        return {name: i for i, node in reversed([*enumerate(self.graph.nodes)]) for name in node.params}
 
     @cached_property
     def _waits_since(self) -> list[int]:
@@ -341,6 +346,11 @@ class _Builder:
             more = whole - max(flow, taken_in)
             out.append(Charge(f"dW shared {name}", Cost((shared + times.norms.get(i, 0.0)) * n, more), node.params, (), now))
         return out
+
+
+def _pointing(charge: Charge, via: tuple[int, ...]) -> Charge:
+    """`replace(charge, via=via)`, of which there are thousands, in a fifth of the time."""
+    return Charge(charge.name, charge.cost, charge.params, via, charge.live, charge.engine)
 
 
 def _suffix_maxima(inference: Sequence[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import time
 from collections import deque
@@ -15,6 +16,18 @@ from typing import Any, Literal
 import torch
 
 _CYCLES_PER_SECOND = 2e9  # of a GPU that is held back: about
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Python does not look for garbage inside: going through all objects of a process can take longer than many steps."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Watch:

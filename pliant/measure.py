@@ -16,7 +16,7 @@ from pliant import batches, charges
 from pliant.apply import NormRule, Norms, sandbox
 from pliant.batches import Around, Loss
 from pliant.charges import Sizes, Times
-from pliant.clock import device_name
+from pliant.clock import device_name, undisturbed
 from pliant.graph import Graph, compute_loss, read, trainable
 from pliant.memory import Live, storage
 from pliant.passes import Passes
@@ -79,7 +79,7 @@ def timed(
     update = update or Update()
     params = trainable(model)
     where = _taken(origin(model, batch, update, norm))
-    with sandbox(model):
+    with sandbox(model), undisturbed():
         norms = Norms(model, norm)
         norms.hold_(params, params)
         graph = read(model, loss, batch)

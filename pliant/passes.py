@@ -21,9 +21,9 @@ from pliant.memory import Live
 from pliant.recorder import op_name
 
 _MOST_SLOTS = 3
-_FAR = 2.0
-_LATE = 1.5  # times as long as it took before: what issuing may take
-_HOOKS = 2e-5  # seconds that marking a node takes, beside issuing it: about
+_FAR = 2.0  # times as long: what a step waits for is clear
+_LATE = 1.3  # times as long as it took before: what issuing may take
+_MARKING = 2e-5  # seconds that a mark of a GPU takes more than one of the clock: about
 
 
 @dataclass
@@ -79,6 +79,7 @@ class Passes:
             value, live, seconds = self._run(self.used)
             forward[True].append(seconds)
             self._see(everything, value, live, self.used)
+            # Where a GPU waits for launches, a node's are shared out evenly, and the GPU alone is looked at closely.
             for k, slot in enumerate(self.slots) if turn <= repeats // 3 else ():  # fine differences: a rough look will do
                 slots[k] = self._see_slot(slots[k], value, live, slot)
             if moves:
@@ -87,36 +88,36 @@ class Passes:
                 forward[False].append(seconds)
             self._see(inputs, value, live, [], roots=True)
             del value, live
-            if self.is_bound_by_launches:  # what the CPU takes is a rough number however often it is measured
+            if self.watch.cuda and not self.is_bound_by_gpu:  # issuing takes roughly so long, however often it is measured
                 break
 
-        def times(of: Callable[[_Fastest], NDArray[np.float64]], resting: float, moving: float) -> Times:
+        def times(of: Callable[[_Fastest], NDArray[np.float64]], resting: float, moving: float, apart: bool) -> Times:
             at_rest = of(inputs)
             # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
             together = of(everything) if moves else np.maximum(of(everything), at_rest)
             alone = {
                 (i, node.params[k]): max(float(of(seen)[i] - at_rest[i]), 0.0)
                 for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
-                if seen is not None
+                if seen is not None and apart
                 for i, node in enumerate(self.graph.nodes)
                 if len(node.params) > max(k, 1) and node.params[k] in slot
             }
             return Times(together, at_rest, alone, self._norm_shares(max(moving - resting, 0.0)), resting)
 
         taken = {moving: self.watch.typical(forward[moving]) for moving in {not moves, True}}
-        steps = times(lambda seen: seen.seconds, taken[not moves], taken[True])
+        steps = times(lambda seen: seen.seconds, taken[not moves], taken[True], apart=not self.is_bound_by_launches)
         if not self.watch.cuda:
             return steps, None
         if not self.is_bound_by_gpu:
-            taken = {moving: self._forward_alone(self.used if moving else [], taken[moving]) for moving in taken}
-        return steps, times(lambda seen: seen.alone, taken[not moves], taken[True])
+            taken = {moving: self._forward_alone(moving, seconds) for moving, seconds in taken.items()}
+        return steps, times(lambda seen: seen.alone, taken[not moves], taken[True], apart=True)
 
-    def _forward_alone(self, chosen: Sequence[str], issued: float) -> float:
-        """Seconds of a GPU for a forward pass that it finds issued, which takes about so long."""
-        self.norms.hold_(self.params, chosen)
+    def _forward_alone(self, moving: bool, issued: float) -> float:
+        """Seconds of a GPU for a forward pass (norms moving or at rest) that it finds issued, which takes about so long."""
+        self.norms.hold_(self.params, self.used if moving else [])
         with torch.no_grad():
             try:
-                return self.watch.time(lambda: self.loss(self.model, self.batch), lead=_LATE * issued)[0]
+                return min(self.watch.time(lambda: self.loss(self.model, self.batch), lead=_LATE * issued)[0] for _ in range(2))
             except RuntimeError:  # a loss that needs gradients
                 return issued
 
@@ -126,7 +127,7 @@ class Passes:
         """Some kernels cannot be asked for one parameter's gradient while another is trainable: then it stays unknown."""
         if seen is not None:
             try:
-                self._see(seen, value, live, slot, roots=True)
+                self._see(seen, value, live, slot, roots=True, issuing=not self.is_bound_by_launches)
             except RuntimeError:
                 return None
         return seen
@@ -144,32 +145,35 @@ class Passes:
         _check_same(self.graph, live, self.params)
         return value, live, seconds
 
-    def _see(self, seen: _Fastest, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool = False) -> None:
+    def _see(
+        self,
+        seen: _Fastest,
+        value: torch.Tensor,
+        live: Sequence[Any],
+        ask: Sequence[str],
+        roots: bool = False,
+        issuing: bool = True,
+    ) -> None:
         """Time each node in a backward pass to some parameters (and to where input gradients end); 0 if it does not run.
 
         On CUDA a node takes what the GPU needs for it or what the CPU needs to issue it, whichever is more. The first is
-        measured behind a queue of work, so that the GPU never waits. One that is far below the other is measured once.
+        measured behind a queue of work, so that the GPU never waits; the second where it is asked for and may be the more.
         """
         inputs = self._asked(live, ask, roots)
-        issued: dict[int, float] = {}
-        computed: dict[int, float] | None = None
         if not inputs:
             return
         if not self.watch.cuda:
             seen.see(_by_node(_marked(value, inputs, live, self.watch), len(live)))
             return
-        if self._bound != "gpu":
-            issued = _marked(value, inputs, live, LaunchWatch())
-        if self._bound != "launch" or not seen.knows_alone:
-            wait = _lead(issued, {}) if self._lead is None else self._lead
-            computed = self.watch.time(lambda: _marked(value, inputs, live, self.watch), lead=wait)[1]
-        if self._lead is None and computed is not None:
+        issued = _in_a_row(value, inputs, live, LaunchWatch()) if issuing and not self.is_bound_by_gpu else {}
+        wait = _lead(issued, {}) if self._lead is None else self._lead
+        computed = self.watch.time(lambda: _in_a_row(value, inputs, live, self.watch), lead=wait)[1]
+        if self._lead is None:
             self._lead = _lead(issued, computed)
             gpu, cpu = sum(computed.values()), sum(issued.values())
             self._bound = "launch" if cpu > _FAR * gpu else "gpu" if gpu > _FAR * cpu else None
-        alone = None if computed is None else _by_node(computed, len(live))
-        both = _by_node(issued, len(live))
-        seen.see(both if alone is None else np.maximum(both, alone), alone)
+        alone = _by_node(computed, len(live))
+        seen.see(np.maximum(_by_node(issued, len(live)), alone), alone)
 
     def _asked(self, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[Any]:
         return [*(_roots(self.graph, live) if roots else ()), *(self.params[name] for name in ask)]
@@ -219,10 +223,6 @@ class _Fastest:
             self._alone = np.minimum(self._alone, alone)
 
     @property
-    def knows_alone(self) -> bool:
-        return bool(np.isfinite(self._alone).any())
-
-    @property
     def seconds(self) -> NDArray[np.float64]:
         return np.where(np.isfinite(self._least), self._least, 0.0)
 
@@ -264,6 +264,18 @@ def _marked(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any], wat
     return {i: watch.seconds(start, ended[i]) for i, start in begun.items() if i in ended}
 
 
+def _in_a_row(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any], watch: Watch) -> dict[int, float]:
+    """The same where no time passes between a node and the next: half the marks."""
+    ended: dict[int, Any] = {}
+    start = watch.mark()
+    _hooked(value, inputs, live, None, lambda i: ended.__setitem__(i, watch.mark()))
+    watch.settle()
+    out = {}
+    for i, end in ended.items():
+        out[i], start = watch.seconds(start, end), end
+    return out
+
+
 def _by_node(seconds: Mapping[int, float], nodes: int) -> NDArray[np.float64]:
     out = np.zeros(nodes)
     for i, taken in seconds.items():
@@ -275,7 +287,7 @@ def _lead(issued: Mapping[int, float], computed: Mapping[int, float]) -> float:
     """How long a GPU must be held back so that it finds every node's work issued, even when it is asked for half of it."""
     ready = done = lead = 0.0
     for i, seconds in issued.items():
-        ready += _LATE * seconds + _HOOKS
+        ready += _LATE * seconds + _MARKING
         lead = max(lead, ready - done)
         done += computed.get(i, 0.0) / 2
     return lead
@@ -285,13 +297,14 @@ def _hooked(
     value: torch.Tensor,
     inputs: Sequence[Any],
     live: Sequence[Any],
-    before: Callable[[int], None],
+    before: Callable[[int], None] | None,
     after: Callable[[int], None],
 ) -> None:
     """One backward pass to `inputs` with something to do before and after each node; the graph stays."""
     handles = []
     for i, node in enumerate(live):
-        handles.append(node.register_prehook(lambda _, i=i: before(i)))
+        if before is not None:
+            handles.append(node.register_prehook(lambda _, i=i: before(i)))
         handles.append(node.register_hook(lambda *_, i=i: after(i)))
     try:
         torch.autograd.grad(value, list(inputs), retain_graph=True, allow_unused=True)

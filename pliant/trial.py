@@ -131,11 +131,11 @@ class Trial:
         draft = charges.profile(graph, times, sizes, origin)
         rungs = _rungs(graph, draft)
         taken: list[list[float]] = [[] for _ in rungs]
-        if self.watch.cuda and steady:  # one look at each will do
-            repeats = 1
-        for _ in range(repeats):
+        for _ in range(1 if self.watch.cuda else repeats):  # a GPU: one look at each will do
             for tries, rung in zip(taken, rungs, strict=True):
                 tries.append(self.step(rung))
+        if not steady:  # what shares are shares of is looked at twice
+            taken[-1].append(self.step(rungs[-1]))
         for tries, rung in zip(taken, rungs, strict=True):
             if max(tries) > 1.2 * min(tries):  # one of them was much disturbed
                 tries.append(self.step(rung))
