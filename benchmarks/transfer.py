@@ -13,7 +13,7 @@ are plain loops, all others a `Session` (engine "auto") with the precision and l
 autocast, channels-last and the fused optimizer. Methods, and words that change one thing in them: `transfer_methods.py`. Sets
 and networks: `transfer_tasks.py`. What is timed, after one step on a copy that loads kernels:
 
-    start clock; open the session
+    import all there is; start clock; open the session
     for every epoch: for every batch: pick, change and enlarge its images, step; stop clock; evaluate; start clock
 
 So time holds profiling, probing, choosing, racing and capturing, but neither reading files nor evaluation. GPU: synchronised
@@ -108,6 +108,7 @@ class Run:
         self.start = tasks.fingerprint(model)
         if method.recipe == "lora":
             methods.with_low_rank(model, seed)
+        self.policy = None if method.is_plain else methods.policy(method, model, seed)  # loads a solver
         images = bool(data.pixels) and device == "cuda"  # on CPUs, training them channels-last is slower
         self.layout = torch.channels_last if method.is_tuned and images else torch.contiguous_format
         self.half = method.is_tuned and device == "cuda"
@@ -145,15 +146,15 @@ class Run:
 
         return step
 
-    def begin(self, seed: int, per_epoch: int, total: int) -> Callable[..., Tensor]:
+    def begin(self, per_epoch: int, total: int) -> Callable[..., Tensor]:
         """What takes a step: part of what is timed."""
-        if self.method.is_plain:
+        if self.policy is None:
             return self.plain(self.model, self.optimizer)
         self.session = Session(
             self.model,
             self.optimizer,
             self.loss,
-            methods.policy(self.method, self.model, seed),
+            self.policy,
             engine=self.method.engine,
             norm=self.method.words.get("norm", "chosen"),
             clip=CLIP,
@@ -189,7 +190,7 @@ def cell(task: str, method: str, lr: float, seed: int, setting: dict[str, Any], 
     tidy(device)
     try:
         watch.go()
-        step, taken = run.begin(seed, per_epoch, total), 0
+        step, taken = run.begin(per_epoch, total), 0
         for epoch in range(epochs):
             losses, seen = [], []
             for batch, ids in run.laid_out(data.batches(size, seed, epoch, run.method.views)):

@@ -9,9 +9,9 @@
     freeze_out, lisa, badam    where `pliant.recipes` has them
 
 Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
-`…, solver greedy`, `…, every 100`, `…, probe 4`, `…, state drop`, `…, engine plain`, `…, norm frozen`,
-`…, memory 200MB`, `…, epochs 6`. `…, ramp 0.8-0.2` lets the share fall from the first step to the last. `…, cache 4` gives
-each image four fixed views, and keeps what is computed before the choice.
+`…, solver greedy`, `…, every 100`, `…, grows 25-4`, `…, start head`, `…, probe 4`, `…, state drop`, `…, engine plain`,
+`…, norm frozen`, `…, memory 200MB`, `…, epochs 6`. `…, ramp 0.8-0.2` lets the share fall from the first step to the last.
+`…, cache 4` gives each image four fixed views, and keeps what is computed before the choice.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ CHANGES: dict[str, Change] = {
     "signal": lambda policy, word: replace(policy, signal=SIGNALS.get(word, getattr(score, word, None))()),
     "cost": lambda policy, word: _priced(policy, word),
     "solver": lambda policy, word: replace(policy, solver=getattr(solve, word)()),
+    "grows": lambda policy, word: replace(policy, when=schedule.growing(*map(int, word.split("-")))),
+    "start": lambda policy, word: replace(policy, start=word),
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
     "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=True, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),

@@ -75,6 +75,9 @@ class Choice:
         """
         if self._pending is not None:
             return self._pending
+        if self.selection is None and self.policy.start == "head":
+            self._values = dict.fromkeys(self.units, 0.0)
+            return self._plan(replace(now, round=self._next_round))
         if self.selection is None or (self._collected is None and self.policy.when.due(now, self._last, self.drift.amount)):
             self._collected = []
         if self._collected is None:
@@ -106,8 +109,13 @@ class Choice:
             return True
         if self._collected is not None:
             return False
-        asked = self.asked_seconds(now) if correct else None
+        asked = self.asked_seconds(now) if correct and not self._is_unscored else None
         return self._budget_moved(now, toll) or (asked is not None and self.feedback.is_off(asked, toll))
+
+    @property
+    def _is_unscored(self) -> bool:
+        """Whether the head alone trains, since nothing was scored yet: there is nothing to correct."""
+        return self.policy.start == "head" and self._round_now == 0
 
     def again(self, now: Progress) -> Selection | None:
         """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked.
@@ -220,7 +228,8 @@ class Choice:
         """Steps of the selection in force took so long; between two corrections so many seconds must pass."""
         given = self.policy.budget.time
         share = not isinstance(given(now) if callable(given) else given, str)
-        self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share, pause=pause)
+        left = now.total_steps - now.step if now.total_steps is not None else 0
+        self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share, pause=pause, left=left)
 
     def wants_bytes(self, batch: int) -> bool:
         """Whether a step with a batch of so many elements should have its bytes measured."""
@@ -311,8 +320,12 @@ class Choice:
         return profile.on(self._engine, self.spared, self.captured)
 
     @property
+    def _round_now(self) -> int:
+        return self.selection.round if self.selection is not None else 0
+
+    @property
     def _next_round(self) -> int:
-        return self.selection.round + 1 if self.selection is not None else 0
+        return self._round_now + 1 if self.selection is not None else 0
 
     def _plan(self, now: Progress, near: Sequence[Unit] = ()) -> Selection:
         if self.profile is None:

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
-_PAY_BACK = 50  # steps within which seconds that were saved or overspent are made up for: sooner, choices would swing
+_PAY_BACK = 50  # steps within which seconds that were saved or overspent are made up for at the soonest: else choices swing
 _CHANCE = 10  # steps after which a correction must have shown
 _LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
 _FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
@@ -81,10 +81,17 @@ class Feedback:
             self.ratio, self.recent = seconds / self.rounds[-1].predicted, None
 
     def see(
-        self, seconds: Sequence[float], asked: float | None, pays: bool = True, share: bool = False, pause: float = 0.0
+        self,
+        seconds: Sequence[float],
+        asked: float | None,
+        pays: bool = True,
+        share: bool = False,
+        pause: float = 0.0,
+        left: int = 0,
     ) -> None:
         """Steps of the selection in force. `pays`: what this one misses, later ones make up for. `pause`: the seconds that
-        must pass between two corrections.
+        must pass between two corrections. `left`: the steps that are still to come, as far as is known: half of them is soon
+        enough to make up for something.
 
         A `share` is one of a full step as fast as this device takes it undisturbed, so what disturbs steps is left out: all of
         them count as the quick ones among them do.
@@ -97,7 +104,7 @@ class Feedback:
             seen = middle / now.predicted
             self.ratio = seen if self.recent is None and len(self.rounds) == 1 else (self.ratio + seen) / 2
         self.recent = fmean(tame)
-        self.horizon = max(_PAY_BACK, pause / self.recent) if self.recent > 0 else _PAY_BACK
+        self.horizon = max(_PAY_BACK, pause / self.recent if self.recent > 0 else 0.0, left / 2)
         now.seconds += sum(seconds)
         now.steps += len(seconds)
         self.debt = self.debt + sum(asked - s for s in tame) if asked is not None and pays else 0.0

@@ -1,4 +1,4 @@
-"""When to choose again: `once`, `every`, `on_drift`; and `ramp`, a number that moves with progress."""
+"""When to choose again: `once`, `every`, `growing`, `on_drift`; and `ramp`, a number that moves with progress."""
 
 from __future__ import annotations
 
@@ -54,6 +54,25 @@ def every(steps: int | None = None, epochs: float | None = None, share: float | 
         return now.step - last.step >= max(round(interval * length), 1)
 
     return Schedule(f"every {interval} {'epochs' if share is None else 'of the run'}", due, needs_epochs=share is None)
+
+
+def growing(first: int = 25, factor: int = 4) -> Schedule:
+    """Choose again after `first` steps, and whenever the run is `factor` times as old: often while much changes, seldom later.
+
+    >>> again = growing(25, 4)
+    >>> [step for step in range(1, 2000) if again.due(Progress(step=step), Progress(step=step - 1), None)]
+    [25, 100, 400, 1600]
+    """
+    if first < 1 or factor < 2:
+        raise ValueError(f"growing({first=}, {factor=}): from the first step on at the earliest, and at least twice as old.")
+
+    def due(now: Progress, last: Progress, drift: float | None) -> bool:
+        at = first
+        while at <= last.step:
+            at *= factor
+        return at <= now.step
+
+    return Schedule(f"at steps {first}, {first * factor}, {first * factor**2}, …", due)
 
 
 def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = None) -> Schedule:

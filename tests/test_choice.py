@@ -377,6 +377,37 @@ def test_a_correction_keeps_what_drift_remembers(start: Open, device: Device) ->
         assert set(drift["now"]) == always
 
 
+# ---------------------------------------------------------------- a new head
+
+
+def test_a_new_head_trains_alone_until_the_first_score(start: Open, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is probed or corrected before; what it leaves of the budget is spent later."""
+    probes = []
+    probe = score.probe
+    monkeypatch.setattr("pliant.score.probe", lambda *given, **how: probes.append(None) or probe(*given, **how))
+    with start(replace(by_gain(0.5, schedule.growing(30, 10)), start="head"), total_steps=250) as session:
+        chosen = train(session, 30)
+        assert {tuple(unit.name for unit in selection.units) for selection in chosen} == {("head",)}
+        assert not probes
+        assert set(chosen[-1].values.values()) == {0.0}
+        chosen += train(session, 220)
+        assert len(probes) == 1
+        assert len(chosen[-1].units) > 1
+        shares = [selection.share() for selection in chosen]
+        assert sum(shares) / len(shares) == pytest.approx(0.5, rel=0.03)
+
+
+def test_a_start_with_the_head_survives_a_stop(start: Open, device: Device, tmp_path: Path) -> None:
+    policy = replace(by_gain(0.5, schedule.growing(30, 10)), start="head")
+    with start(policy) as session:
+        train(session, 20)
+        session.save(tmp_path / "run.pt")
+        go_on = [selection.to_json() for selection in train(session, 40)]
+    with start(policy) as session:
+        session.load(tmp_path / "run.pt")
+        assert [selection.to_json() for selection in train(session, 40)] == go_on
+
+
 # ---------------------------------------------------------------- budgets that are out of reach, that move, that change
 
 

@@ -101,6 +101,14 @@ def test_debt_is_paid_back_until_the_next_correction_may_come(pause: float, hori
     assert feedback.target(ASKED) == pytest.approx(ASKED + 4.0 / horizon)
 
 
+@pytest.mark.parametrize(("left", "horizon"), [(0, 50), (60, 50), (400, 200)])
+def test_debt_is_paid_back_within_half_of_the_steps_that_are_left(left: int, horizon: int) -> None:
+    feedback = following()
+    feedback.see([ASKED] * 4, ASKED, left=left)
+    feedback.debt = 4.0
+    assert feedback.target(ASKED) == pytest.approx(ASKED + 4.0 / horizon)
+
+
 @pytest.mark.parametrize(("step", "is_off"), [(2.0, False), (2.028, False), (2.032, True), (1.972, False), (1.968, True)])
 def test_steps_are_off_beyond_a_hundredth_and_a_half_of_what_was_asked(step: float, is_off: bool) -> None:
     feedback = following()

@@ -407,3 +407,12 @@ def test_optimizer_state_is_kept_or_dropped() -> None:
     assert policy(state="drop").state == "drop"
     with pytest.raises(ValueError, match="state='forget'"):
         policy(state="forget")
+
+
+def test_a_start_that_is_not_known_or_trains_nothing_is_refused() -> None:
+    assert policy(start="head").start == "head"
+    assert policy(start="head", head=False, always=("a",)).start == "head"
+    with pytest.raises(ValueError, match="start='tail'"):
+        policy(start="tail")
+    with pytest.raises(ValueError, match="start='head' trains nothing"):
+        policy(start="head", head=False)
