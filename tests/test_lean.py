@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pliant.engine import bits, lean, rest
+from pliant.engine import bits, kept, lean, rest
 from pliant.engine.lean import Lean
 from pliant.memory import Live
 
@@ -274,9 +274,9 @@ def test_law_8_an_operation_gives_the_gradients_of_plain_autograd(name: str, dat
 
     with mixed:
         plain = result(op.call, tensors, wants, nullcontext(), odd)
-        piece, small = data.draw(st.sampled_from([8, 64, bits._PIECE])), data.draw(st.sampled_from([1, lean._SMALL]))
+        piece, small = data.draw(st.sampled_from([8, 64, bits._PIECE])), data.draw(st.sampled_from([1, kept.SMALL]))
         norm = patch.object(rest, "_SMALL_NORM", data.draw(st.sampled_from([0, rest._SMALL_NORM])))
-        with patch.object(bits, "_PIECE", piece), patch.object(lean, "_SMALL", small), norm:
+        with patch.object(bits, "_PIECE", piece), patch.object(kept, "SMALL", small), norm, patch.object(lean, "SMALL", small):
             ours = result(op.call, tensors, wants, Lean(), odd)
     if op.exact or "weight" in wants:
         assert differences(ours, plain) == []
@@ -706,7 +706,7 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     before = torch._C._len_torch_function_stack()
     with pytest.raises(RuntimeError), Lean():
         F.conv2d(torch.randn(1, 2, 8, 8, requires_grad=True), torch.randn(2, 3, 3, 3))
-    assert lean._hooks() is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._len_torch_function_stack() == before
 
 
@@ -784,7 +784,7 @@ def test_hooks_around_see_what_is_kept_and_give_it_back() -> None:
     kinds = [tensor.dtype for tensor in keeper.seen.values()]
     assert kinds.count(torch.uint8) == 3 and kinds.count(torch.int16) == 1  # relu, leaky relu, dropout; places
     assert {2 * 4 * 16 * 16, 3 * 16} <= {tensor.numel() for tensor in keeper.seen.values()}  # of the linear layer
-    assert lean._hooks() is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 @pytest.mark.parametrize("outer", [save_on_cpu, Lean], ids=["save_on_cpu", "lean"])
@@ -885,3 +885,10 @@ def test_what_was_clipped_may_be_changed(clip: Callable[[torch.Tensor], torch.Te
         value.backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_no_gradient_passes_where_a_bound_was_reached(dtype: torch.dtype) -> None:
+    clipped = torch.tensor([0.0, 1.0, 5.5, 6.0, math.nan], dtype=dtype)
+    out = kept.below(clipped, clipped._version, 6.0)
+    assert out.nan_to_num(9.0).tolist() == [0.0, 1.0, 5.5, 0.0, 9.0]
