@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pliant.budget import Budget, Progress
@@ -11,6 +11,7 @@ from pliant.engine import Engine
 from pliant.types import Selection
 
 _RACE_AGAIN = 0.2  # of a step's cost: where another choice differs by more, another engine may be the fastest
+_LOOK_EVERY = 10  # steps that fill a cache, between two looks at what they take
 
 
 class Pricing:
@@ -19,6 +20,8 @@ class Pricing:
     def __init__(self, engine: Engine, choice: Choice) -> None:
         self._engine, self._choice = engine, choice
         self._raced: float | None = None  # the size of the selection that ways to run a step were raced on
+        self._filling: list[Callable[[], float]] = []  # steps that nobody has looked at yet
+        self._fills, self._filled = 0, 0.0  # those that were, and their seconds
 
     @property
     def expects_capture(self) -> bool:
@@ -35,6 +38,23 @@ class Pricing:
         cached = self._engine.caches and named
         if cached != (self._choice.spared == 1) and not self._engine.race.is_on:
             self._choice.run_on(self._engine.keeps, float(cached), self._choice.captured)
+
+    def fills(self, seconds: Callable[[], float], left: int) -> bool:
+        """A step put its batch into the cache; it took so long, and so many steps are left.
+
+        Where filling has taken more, beyond what these steps would have without it, than a full cache can save in all that are
+        left, the cache is given up; a profile without seconds cannot tell. Tells whether that is now.
+        """
+        self._filling.append(seconds)
+        if len(self._filling) < _LOOK_EVERY or self._choice.selection is None or self._choice.profile is None:
+            return False
+        self._fills += len(self._filling)
+        self._filled += sum(read() for read in self._filling)
+        self._filling.clear()
+        units, profile = self._choice.selection.units, self._choice.profile
+        without, cached = (profile.cost(units, spared=spared).seconds for spared in (0.0, 1.0))
+        wasted, saved = self._filled - self._fills * without, left * (without - cached)
+        return without > 0 and wasted > saved and self._engine.give_up_cache()
 
     def won(self) -> None:
         """A race is over: from now on steps go the way that won."""

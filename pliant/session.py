@@ -175,6 +175,11 @@ class Session:
         return Progress(self._step, self._round, self.steps_per_epoch, self.total_steps, elapsed, aside)
 
     @property
+    def _left(self) -> int:
+        """Steps that are still to come, as far as is known."""
+        return max(self.total_steps - self._step, 1) if self.total_steps is not None else _A_WHILE
+
+    @property
     def _round(self) -> int:
         return self._choice.selection.round if self._choice.selection is not None else 0
 
@@ -353,6 +358,8 @@ class Session:
         counts = not self._stepper.is_followed and not self._engine.fills  # what fills a cache is paid once
         seconds = self._laps.end(counts)
         self._log.step(self._step, self._round, value, seconds)
+        if self._engine.fills and value is not None and self._pricing.fills(seconds, self._left):
+            self._note("not cached: filling takes more than a cache can save in the steps that are left")
         if counts and value is not None and self._engine.see(seconds):
             self._look_at_steps()  # of all that took part
             self._pricing.won()
@@ -393,8 +400,7 @@ class Session:
         start = self._laps.watch.mark()
         # A correction that moves the boundary costs all that is cached.
         may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on and self._choice.spared < 1
-        left = max(self.total_steps - self._step, 1) if self.total_steps is not None else _A_WHILE
-        if self._choice.is_off(self.progress, looked and may, self._engine.seconds_per_choice / left):
+        if self._choice.is_off(self.progress, looked and may, self._engine.seconds_per_choice / self._left):
             with self._pace.correcting():
                 selection = self._choice.again(self.progress)
                 if selection is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import steady as on_steady_device
 from test_graphs import DEVICES, Stand
 from torch import nn
+from torch.utils.data import default_collate
 
 from pliant import Policy, Session, measure, recipes, schedule, score, solve, units
 from pliant.apply import sandbox
+from pliant.clock import Laps
 from pliant.data import ids_of, with_ids
 from pliant.engine.features import Features
 from pliant.engine.prefix import Prefix
@@ -230,6 +235,36 @@ def test_auto_takes_a_cache_where_steps_from_it_are_the_fastest(
         assert gone[:20] == [*takes] * 4 and set(gone[20:]) == {winner} == {session.engine}
         assert session.caches == ("cache" in winner) == (len(features) > 0)
         assert session.why_not.get("cache") == (None if "cache" in winner else "steps without it are faster here")
+
+
+@pytest.mark.parametrize(
+    ("factor", "total", "given_up"),
+    [
+        *[(1.0, 400, False), (1.5, 400, False)],  # what a full cache saves in 400 steps is more
+        *[(50.0, 400, True), (1.5, 12, True)],
+    ],
+)
+def test_a_cache_whose_filling_cannot_pay_is_given_up(
+    factor: float, total: int, given_up: bool, racing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Steps that fill take so many times what they would take without; no sample comes twice."""
+    model, features, log = Residual().double(), Features("4MB"), tmp_path / "run.jsonl"
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+    policy = replace(recipes.only("last*", "head*"), cost=on_steady_device)
+    with Session(model, optimizer, classify, policy, cache=features, total_steps=total, log=log) as session:
+
+        def seconds(laps: Laps, span: Any) -> float:
+            return factor * session.profile.cost(session.selection.units, spared=0.0).seconds
+
+        monkeypatch.setattr(Laps, "seconds", seconds)
+        batch = default_collate([samples(Residual)[n] for n in range(5)])
+        for step in range(10):
+            session.step(batch, ids=range(5 * step, 5 * step + 5))
+        assert session.caches != given_up
+        assert (len(features) == 0) == given_up
+        assert [way.cache for way in session._engine.race.ways].count(True) == (not given_up)
+    told = [line["text"] for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "note"]
+    assert any("filling takes more" in text for text in told) == given_up
 
 
 def test_prices_forget_a_cache_that_a_resumed_run_lacks(tmp_path: Path) -> None:

@@ -117,6 +117,15 @@ class Engine:
         """Whether what is computed before the choice is kept, as far as is known."""
         return self.way.cache and "cache" not in self._prefix.reasons
 
+    def give_up_cache(self) -> bool:
+        """Nothing is cached from now on, if there is another way; tells whether there is."""
+        cached = {way for way in self.race.ways if way.cache}
+        others = [way for way in self.race.ways if not way.cache]
+        if others and self.features is not None:
+            self.race = Race(self.race.ways, others[0] if len(others) == 1 else None, cached)
+            self.features.clear()
+        return bool(others)
+
     def see(self, seconds: Callable[[], float]) -> bool:
         """A step of ours took so long; tells whether the fastest way is known now. A cache that is not on it is emptied."""
         over = self.race.see(seconds)
