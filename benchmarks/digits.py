@@ -102,7 +102,7 @@ def cell(name: str, digits: data.Digits, lr: float, seed: int, setting: dict[str
         scores = accuracy(model, digits.validation), accuracy(model, digits.test)
         measured, chosen, share = finish(lambda b: plain_step(model, optimizer, b)), "everything", 1.0
     else:
-        with Session(model, optimizer, loss, recipe(setting["time"]), clip=CLIP) as session:
+        with Session(model, optimizer, loss, recipe(setting["time"]), clip=CLIP, total_steps=steps) as session:
             for b in batches:
                 session.step(b)
             total = clock(device) - start

@@ -56,18 +56,22 @@ def every(steps: int | None = None, epochs: float | None = None, share: float | 
     return Schedule(f"every {interval} {'epochs' if share is None else 'of the run'}", due, needs_epochs=share is None)
 
 
-def growing(first: int = 25, factor: int = 4) -> Schedule:
+def growing(first: int = 50, factor: int = 8, share: float = 0.15) -> Schedule:
     """Choose again after `first` steps, and whenever the run is `factor` times as old: often while much changes, seldom later.
 
-    >>> again = growing(25, 4)
-    >>> [step for step in range(1, 2000) if again.due(Progress(step=step), Progress(step=step - 1), None)]
-    [25, 100, 400, 1600]
+    In a run that is known to be short, all of it comes sooner: the first after that `share` of its steps.
+
+    >>> again = growing(50, 8)
+    >>> [step for step in range(1, 4000) if again.due(Progress(step=step), Progress(step=step - 1), None)]
+    [50, 400, 3200]
     """
-    if first < 1 or factor < 2:
-        raise ValueError(f"growing({first=}, {factor=}): from the first step on at the earliest, and at least twice as old.")
+    if first < 1 or factor < 2 or not 0 < share <= 1:
+        raise ValueError(
+            f"growing({first=}, {factor=}, {share=}): after one step at the earliest, at least twice as old, a share up to 1."
+        )
 
     def due(now: Progress, last: Progress, drift: float | None) -> bool:
-        at = first
+        at = first if now.total_steps is None else max(min(first, round(share * now.total_steps)), 1)
         while at <= last.step:
             at *= factor
         return at <= now.step

@@ -313,7 +313,7 @@ def test_prices_know_what_inference_spares(start: Open, device: Device, racing: 
         plain, cached = (session.profile.cost(session.selection.units, spared=spared).seconds for spared in (0.0, 1.0))
         return plain - spare * (plain - cached) if way.prefix else plain
 
-    with start(ours(0.5)) as session:
+    with start(replace(ours(0.5), start="scored")) as session:
 
         def steady_see(race: Race, seconds: Callable[[], float]) -> bool:
             took = least(race.now, session)

@@ -54,6 +54,10 @@ def test_every_share_of_the_run() -> None:
 def test_growing_chooses_often_at_first_and_seldom_later() -> None:
     assert due_steps(growing(25, 4), 2000) == [25, 100, 400, 1600]
     assert due_steps(growing(1, 2), 20) == [1, 2, 4, 8, 16]
+    assert due_steps(growing(50, 8), 4000, total_steps=4000) == [50, 400, 3200]
+    assert due_steps(growing(50, 8), 60, total_steps=60) == [9]
+    assert due_steps(growing(50, 8, share=0.02), 100, total_steps=100) == [2, 16]
+    assert due_steps(growing(50, 8), 4, total_steps=4) == [1]
     assert not growing().watches and not growing().needs_epochs
 
 
@@ -83,6 +87,8 @@ def test_epochs_of_unknown_length_are_an_error() -> None:
         lambda: every(share=1.5),
         lambda: growing(0),
         lambda: growing(25, 1),
+        lambda: growing(share=0.0),
+        lambda: growing(share=1.5),
         lambda: on_drift(0),
         lambda: on_drift(2.5),
         lambda: on_drift(float("nan")),
