@@ -158,7 +158,7 @@ def asked_and_measured(step: Step, policy: Policy, steps: int, engine: str) -> d
     twin()
     full: list[float] = []
     aside = 0.0
-    with Session(step.model, step.optimizer, nets.loss, policy, engine=engine) as session:
+    with Session(step.model, step.optimizer, nets.loss, policy, engine=engine, total_steps=steps) as session:
         for n in range(steps):
             session.step(step.batch)
             if n % 12 == 11:

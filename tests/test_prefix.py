@@ -8,6 +8,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from pliant.engine.features import Features
 from pliant.engine.lean import Lean
 from pliant.engine.made import Made
+from pliant.engine.plan import _folded, _laid_out, _places
 from pliant.engine.prefix import Prefix
 from pliant.engine.slices import Slices
 from pliant.types import Part
@@ -615,6 +617,39 @@ def test_a_forward_pass_that_raises_leaves_no_mode_on() -> None:
     assert not prefix.reasons
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("bias", "beta"), [(False, True), (True, True), (True, False)])
+def test_what_is_folded_again_is_what_is_folded_anew(dtype: torch.dtype, last: bool, bias: bool, beta: bool) -> None:
+    """Bit for bit, in the same memory and layout, whatever type it is kept in."""
+    torch.manual_seed(0)
+    weight, var = torch.randn(8, 4, 3, 3), torch.rand(8) + 0.5
+    sources = (
+        weight,
+        torch.randn(8) if bias else None,
+        torch.randn(8),
+        var,
+        torch.randn(8),
+        torch.randn(8) if beta else None,
+        1e-5,
+    )
+    tensors = [one for one in sources if isinstance(one, torch.Tensor)]
+
+    def fold() -> Made:
+        return Made(partial(_folded, _places(sources)), tensors, partial(_laid_out, dtype, last))
+
+    def where(made: Made) -> list[Any]:
+        return [(one.data_ptr(), one.stride(), one.dtype) for one in made.tensors if one is not None]
+
+    made = fold()
+    before = where(made)
+    weight.mul_(1.7)
+    var.add_(0.3)
+    made.refresh()
+    assert where(made) == before
+    assert all(torch.equal(one, new) for one, new in zip(made.tensors, fold().tensors, strict=True))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     plain, ours, data = pair(CASES[0], Features("10MB"))
     for batch, ids in epochs(data, 8):
@@ -631,7 +666,11 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_what_is_made_of_weights_is_made_again_where_it_is() -> None:
     weight, norm = nn.Parameter(torch.randn(4, 3, 3, 3)), nn.BatchNorm2d(4)
-    made = Made(lambda weight, var: (weight * (var + norm.eps).rsqrt().view(-1, 1, 1, 1), None), [weight, norm.running_var])
+
+    def make(weight: torch.Tensor, var: torch.Tensor, into: Any = None) -> tuple[torch.Tensor | None, ...]:
+        return weight * (var + norm.eps).rsqrt().view(-1, 1, 1, 1), None
+
+    made = Made(make, [weight, norm.running_var])
     (first, _), at = made.tensors, made.tensors[0].data_ptr()
     before = first.clone()
     made.refresh()

@@ -21,7 +21,8 @@ class Made:
         sources: Sequence[torch.Tensor],
         keep: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        """`keep` is how a tensor that was made is kept: in another type, or in another order in memory."""
+        """`keep` is how a tensor that was made is kept: in another type, or in another order in memory. `make(…, into=…)` may
+        write what it can right there, and gives what it made in any case."""
         self._make, self._sources, self._state = make, [ref(one) for one in sources], _state(sources)
         self.tensors = tuple([None if one is None else keep(one) for one in make(*sources)])
 
@@ -39,7 +40,7 @@ class Made:
         state = _state(sources)
         if len(sources) < len(self._sources) or state == self._state:
             return
-        for old, new in zip(self.tensors, self._make(*sources), strict=True):
+        for old, new in zip(self.tensors, self._make(*sources, into=self.tensors), strict=True):
             if old is not None and new is not None and old.data_ptr() != new.data_ptr():  # some are the weight itself
                 old.copy_(new)
         self._state = state

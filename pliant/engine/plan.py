@@ -242,7 +242,9 @@ _TENSOR = object()
 
 
 @torch.no_grad()
-def _folded(places: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _folded(
+    places: tuple[Any, ...], *tensors: torch.Tensor, into: tuple[torch.Tensor | None, ...] = (None, None)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A convolution's weight and bias, the norm after it folded in if there is one."""
     given = iter(tensors)
     weight, bias, *norm = [next(given).detach() if place is _TENSOR else place for place in places]
@@ -253,8 +255,11 @@ def _folded(places: tuple[Any, ...], *tensors: torch.Tensor) -> tuple[torch.Tens
     scale = (var.to(exact) + eps).rsqrt_()
     scale = scale if gamma is None else scale.mul_(gamma)
     mean = mean.to(exact) if bias is None else mean.to(exact) - bias
-    shift = (mean * scale).neg_() if beta is None else torch.addcmul(beta.to(exact), mean, scale, value=-1)
-    return weight * scale.view(-1, *[1] * (weight.dim() - 1)), shift
+    if beta is None:
+        shift = torch.mul(mean, scale, out=into[1]).neg_()
+    else:
+        shift = torch.addcmul(beta.to(exact), mean, scale, value=-1, out=into[1])
+    return torch.mul(weight, scale.view(-1, *[1] * (weight.dim() - 1)), out=into[0]), shift
 
 
 def _laid_out(dtype: torch.dtype, last: bool, tensor: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,9 @@ def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float
     return known[1].tensors[0]
 
 
-def _product(dims: int, eps: float, has_weight: bool, var: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor]:
+def _product(
+    dims: int, eps: float, has_weight: bool, var: torch.Tensor, *others: torch.Tensor, into: Any = None
+) -> tuple[torch.Tensor]:
     scale = (var.detach() + eps).rsqrt_()
     scale = scale * others[0].detach() if has_weight else scale
     return (scale.view(1, -1, *[1] * (dims - 2)),)
