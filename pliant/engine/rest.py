@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant.engine.made import Made
 
@@ -65,15 +65,42 @@ class _Scaled(torch.autograd.Function):
         return d_input, None, None, None, d_bias, None
 
 
+class _Norm:
+    """What is known of the norm with some running variances: what counts their changes, and what it multiplies with."""
+
+    __slots__ = ("counter", "how", "made", "var")
+
+    def __init__(self, var: torch.Tensor) -> None:
+        self.var = ref(var, partial(_forget, id(var)))
+        self.counter: torch.Tensor | None = None  # a norm writes to its statistics without saying so, but counts when it does
+        self.how: tuple[int, float, bool] | None = None
+        self.made: Made | None = None
+
+
+_NORMS: dict[int, _Norm] = {}  # by the id of the variances: to look into weak dictionaries takes longer than all the rest
+
+
+def _forget(key: int, _: Any) -> None:
+    _NORMS.pop(key, None)
+
+
+def _norm_of(var: torch.Tensor) -> _Norm:
+    known = _NORMS.get(id(var))
+    if known is None or known.var() is not var:
+        known = _NORMS[id(var)] = _Norm(var)
+    return known
+
+
 def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """What a norm at rest multiplies with; computed again when a statistic or the weight was written to."""
-    sources = [one for one in (var, weight, _COUNTERS.get(var)) if one is not None]
-    how = dims, eps, weight is not None
-    known = _SCALES.get(var)
-    if known is None or known[0] != how or not known[1].is_of(sources) or not known[1].is_current:
+    known, how = _norm_of(var), (dims, eps, weight is not None)
+    sources = [one for one in (var, weight, known.counter) if one is not None]
+    made = known.made
+    if made is None or known.how != how or not made.is_of(sources) or not made.is_current:
         # Another one, not the old one again: a backward pass that is to come may hold that.
-        known = _SCALES[var] = how, Made(partial(_product, *how), sources)
-    return known[1].tensors[0]
+        known.how, made = how, Made(partial(_product, *how), sources)
+        known.made = made
+    return made.tensors[0]  # type: ignore[return-value]  # there always is one
 
 
 def _product(
@@ -84,23 +111,26 @@ def _product(
     return (scale.view(1, -1, *[1] * (dims - 2)),)
 
 
-_SCALES: Any = WeakTensorKeyDictionary()
-_COUNTERS: Any = WeakTensorKeyDictionary()  # a norm writes to its statistics without saying so, but counts when it does
-
-
 def watch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The norms with running statistics, whose changes are noticed from now on."""
-    norms = [module for module in model.modules() if isinstance(getattr(module, "running_var", None), torch.Tensor)]
+    norms = [module for module in model.modules() if _variances(module) is not None]
     for norm in norms:
-        if isinstance(getattr(norm, "num_batches_tracked", None), torch.Tensor):
-            _COUNTERS[norm.running_var] = norm.num_batches_tracked
+        var, counter = _variances(norm), getattr(norm, "num_batches_tracked", None)
+        if var is not None and isinstance(counter, torch.Tensor):
+            _norm_of(var).counter = counter
     return norms
 
 
 def scales(norms: Sequence[torch.nn.Module]) -> list[Made]:
     """What those of these norms that are at rest multiply with, as far as it was made, fit for use."""
-    found = [_SCALES.get(norm.running_var) for norm in norms if not norm.training]
-    made = [one[1] for one in found if one is not None]
+    resting = [_variances(norm) for norm in norms if not norm.training]
+    found = [_norm_of(var).made for var in resting if var is not None]
+    made = [one for one in found if one is not None]
     for one in made:
         one.refresh()
     return made
+
+
+def _variances(norm: torch.nn.Module) -> torch.Tensor | None:
+    var = getattr(norm, "running_var", None)
+    return var if isinstance(var, torch.Tensor) else None
