@@ -74,18 +74,20 @@ class Choice:
         fails ends the attempt: what is in force stays.
         """
         if self._pending is not None:
+            if self._collected is None and self.selection is not None and self._asks(now):
+                self._collected = []  # what was due now comes with the next batch
             return self._pending
         if self.selection is None and self.policy.start == "head":
             self._values = dict.fromkeys(self.units, 0.0)
             return self._plan(replace(now, round=self._next_round))
-        if self.selection is None or (self._collected is None and self.policy.when.due(now, self._last, self.drift.amount)):
+        if self.selection is None or (self._collected is None and self._asks(now)):
             self._collected = []
         if self._collected is None:
             return None
         try:
             self._collected.append(probe(self._next_round))
         except ProbeError:
-            self._collected, self._last = None, now
+            self._collected, self._last = None, self._last if self._is_unscored else now
             raise
         complete = len(self._collected) >= self.policy.signal.batches
         if self.selection is not None and not complete:
@@ -98,7 +100,11 @@ class Choice:
     def is_due(self, now: Progress) -> bool:
         """Whether `next` has something to do."""
         under_way = self._pending is not None or self._collected is not None or self.selection is None
-        return under_way or self.policy.when.due(now, self._last, self.drift.amount)
+        return under_way or self._asks(now)
+
+    def _asks(self, now: Progress) -> bool:
+        """Whether the schedule asks for another choice."""
+        return self.policy.when.due(now, self._last, self.drift.amount)
 
     def is_off(self, now: Progress, correct: bool, toll: float = 0.0) -> bool:
         """Whether the budget moved, a step took more bytes than it may or, with `correct`, steps do not take the seconds that
@@ -115,7 +121,7 @@ class Choice:
     @property
     def _is_unscored(self) -> bool:
         """Whether the head alone trains, since nothing was scored yet: there is nothing to correct."""
-        return self.policy.start == "head" and self._round_now == 0
+        return self.policy.start == "head" and not self._settled
 
     def again(self, now: Progress) -> Selection | None:
         """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked.
@@ -240,6 +246,8 @@ class Choice:
         """Why steps cannot come nearer to what was asked, if they cannot."""
         if self.selection is None or "seconds" not in self.selection.asked or self.feedback.recent is None:
             return None
+        if self._is_unscored:  # what is left over now is spent later
+            return None
         asked, recent = self.selection.asked["seconds"], self.feedback.recent
         if not self.feedback.is_off(asked):
             return None
@@ -265,8 +273,8 @@ class Choice:
         self.feedback.begin(now_on)
 
     def ask_again(self) -> None:
-        """Probe with the next batch, whatever the schedule says."""
-        if self._collected is None:
+        """Probe with the next batch, whatever the schedule says; unless nothing was scored so far either."""
+        if self._collected is None and not self._is_unscored:
             self._collected = []
 
     def change_budget(self, budget: Budget, now: Progress, engine: str, captured: bool = False) -> None:
@@ -320,12 +328,8 @@ class Choice:
         return profile.on(self._engine, self.spared, self.captured)
 
     @property
-    def _round_now(self) -> int:
-        return self.selection.round if self.selection is not None else 0
-
-    @property
     def _next_round(self) -> int:
-        return self._round_now + 1 if self.selection is not None else 0
+        return self.selection.round + 1 if self.selection is not None else 0
 
     def _plan(self, now: Progress, near: Sequence[Unit] = ()) -> Selection:
         if self.profile is None:

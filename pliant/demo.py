@@ -120,7 +120,8 @@ def _elastic(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, share: float, tell: Tell
 ) -> tuple[float, int, str]:
     trained: Counter[str] = Counter()
-    with Session(model, optimizer, loss, recipes.pliant(time=share), clip=CLIP) as session:
+    recipe = recipes.pliant(time=share)
+    with Session(model, optimizer, loss, recipe, clip=CLIP, total_steps=len(batches)) as session:
         for batch in batches:
             tell(session.step(batch))
             trained.update(unit.name for unit in session.selection.units)

@@ -165,11 +165,13 @@ class Passes:
         if not self.watch.cuda:
             seen.see(_by_node(_marked(value, inputs, live, self.watch), len(live)))
             return
-        issued = _in_a_row(value, inputs, live, LaunchWatch()) if issuing and not self.is_bound_by_gpu else {}
-        wait = _lead(issued, {}) if self._lead is None else self._lead
-        computed = self.watch.time(lambda: _in_a_row(value, inputs, live, self.watch), lead=wait)[1]
+        issued, before = dict[int, float](), 0.0
+        if issuing and not self.is_bound_by_gpu:
+            issued, before = _in_a_row(value, inputs, live, LaunchWatch())
+        wait = _lead(issued, {}, before) if self._lead is None else self._lead
+        computed, _ = self.watch.time(lambda: _in_a_row(value, inputs, live, self.watch), lead=wait)[1]
         if self._lead is None:
-            self._lead = _lead(issued, computed)
+            self._lead = _lead(issued, computed, before)
             gpu, cpu = sum(computed.values()), sum(issued.values())
             self._bound = "launch" if cpu > _FAR * gpu else "gpu" if gpu > _FAR * cpu else None
         alone = _by_node(computed, len(live))
@@ -264,16 +266,17 @@ def _marked(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any], wat
     return {i: watch.seconds(start, ended[i]) for i, start in begun.items() if i in ended}
 
 
-def _in_a_row(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any], watch: Watch) -> dict[int, float]:
-    """The same where no time passes between a node and the next: half the marks."""
+def _in_a_row(value: torch.Tensor, inputs: Sequence[Any], live: Sequence[Any], watch: Watch) -> tuple[dict[int, float], float]:
+    """The same where no time passes between a node and the next: half the marks. And what passes before the first."""
     ended: dict[int, Any] = {}
-    start = watch.mark()
-    _hooked(value, inputs, live, None, lambda i: ended.__setitem__(i, watch.mark()))
+    marks = [watch.mark()]
+    _hooked(value, inputs, live, None, lambda i: ended.__setitem__(i, watch.mark()), lambda: marks.append(watch.mark()))
     watch.settle()
+    before, start = watch.seconds(*marks), marks[1]
     out = {}
     for i, end in ended.items():
         out[i], start = watch.seconds(start, end), end
-    return out
+    return out, before
 
 
 def _by_node(seconds: Mapping[int, float], nodes: int) -> NDArray[np.float64]:
@@ -283,9 +286,12 @@ def _by_node(seconds: Mapping[int, float], nodes: int) -> NDArray[np.float64]:
     return out
 
 
-def _lead(issued: Mapping[int, float], computed: Mapping[int, float]) -> float:
-    """How long a GPU must be held back so that it finds every node's work issued, even when it is asked for half of it."""
-    ready = done = lead = 0.0
+def _lead(issued: Mapping[int, float], computed: Mapping[int, float], before: float = 0.0) -> float:
+    """How long a GPU must be held back so that it finds every node's work issued, even when it is asked for half of it.
+
+    `before`: what the CPU does before it issues the first.
+    """
+    ready, done, lead = _LATE * before, 0.0, 0.0
     for i, seconds in issued.items():
         ready += _LATE * seconds + _MARKING
         lead = max(lead, ready - done)
@@ -299,13 +305,15 @@ def _hooked(
     live: Sequence[Any],
     before: Callable[[int], None] | None,
     after: Callable[[int], None],
+    begin: Callable[[], None] = lambda: None,
 ) -> None:
-    """One backward pass to `inputs` with something to do before and after each node; the graph stays."""
+    """One backward pass to `inputs` with something to do when it begins, before and after each node; the graph stays."""
     handles = []
     for i, node in enumerate(live):
         if before is not None:
             handles.append(node.register_prehook(lambda _, i=i: before(i)))
         handles.append(node.register_hook(lambda *_, i=i: after(i)))
+    begin()
     try:
         torch.autograd.grad(value, list(inputs), retain_graph=True, allow_unused=True)
     finally:

@@ -25,7 +25,7 @@ class Policy:
     `always` names units that are chosen in any case; `head` adds the module nearest the loss. `state` is what becomes of
     the optimizer state of what leaves; where memory is limited it is dropped. `start` is what trains until `when` asks for
     another choice: what is "scored" on the first batch, or the "head" alone, since nothing behind a new head can be scored
-    before it has learned something. Change one word with `dataclasses.replace` and
+    before it has learned something (so `when` must come due). Change one word with `dataclasses.replace` and
     you have an ablation.
     """
 
@@ -49,6 +49,8 @@ class Policy:
             raise ValueError(f"start={self.start!r}: until the next choice trains what is 'scored', or the 'head' alone.")
         if self.start == "head" and not (self.head or self.always):
             raise ValueError("start='head' trains nothing: with head=False there is none that is always chosen.")
+        if self.start == "head" and not self.when.comes_due:
+            raise ValueError(f"start='head' with when={self.when.name!r} never trains anything else: use start='scored'.")
 
 
 def plan(

@@ -20,8 +20,8 @@ class Pricing:
     def __init__(self, engine: Engine, choice: Choice) -> None:
         self._engine, self._choice = engine, choice
         self._raced: float | None = None  # the size of the selection that ways to run a step were raced on
-        self._filling: list[Callable[[], float]] = []  # steps that nobody has looked at yet
-        self._fills, self._filled = 0, 0.0  # those that were, and their seconds
+        self._filling: list[Callable[[], float]] = []  # steps of this choice that nobody has looked at yet
+        self._wasted = 0.0  # seconds that filling took beyond what those steps would have taken without it
 
     @property
     def expects_capture(self) -> bool:
@@ -39,22 +39,21 @@ class Pricing:
         if cached != (self._choice.spared == 1) and not self._engine.race.is_on:
             self._choice.run_on(self._engine.keeps, float(cached), self._choice.captured)
 
-    def fills(self, seconds: Callable[[], float], left: int) -> bool:
+    def fills(self, seconds: Callable[[], float], left: int) -> None:
         """A step put its batch into the cache; it took so long, and so many steps are left.
 
         Where filling has taken more, beyond what these steps would have without it, than a full cache can save in all that are
-        left, the cache is given up; a profile without seconds cannot tell. Tells whether that is now.
+        left, the cache is given up; a profile without seconds cannot tell.
         """
         self._filling.append(seconds)
         if len(self._filling) < _LOOK_EVERY or self._choice.selection is None or self._choice.profile is None:
-            return False
-        self._fills += len(self._filling)
-        self._filled += sum(read() for read in self._filling)
+            return
+        units, profile, ratio = self._choice.selection.units, self._choice.profile, self._choice.feedback.ratio
+        without, cached = (ratio * profile.cost(units, spared=spared).seconds for spared in (0.0, 1.0))
+        self._wasted += sum(read() - without for read in self._filling)
         self._filling.clear()
-        units, profile = self._choice.selection.units, self._choice.profile
-        without, cached = (profile.cost(units, spared=spared).seconds for spared in (0.0, 1.0))
-        wasted, saved = self._filled - self._fills * without, left * (without - cached)
-        return without > 0 and wasted > saved and self._engine.give_up_cache()
+        if without > 0 and self._wasted > left * (without - cached):
+            self._engine.give_up_cache()
 
     def won(self) -> None:
         """A race is over: from now on steps go the way that won."""
@@ -63,6 +62,7 @@ class Pricing:
 
     def chosen(self, selection: Selection) -> None:
         """Race again where this selection is of another size than the last that was raced on."""
+        self._filling.clear()
         size = selection.cost.seconds or selection.cost.macs
         if self._choice.correct and (self._raced is None or abs(size - self._raced) > _RACE_AGAIN * self._raced):
             self._raced = size
@@ -85,13 +85,14 @@ class Pricing:
     # ------------------------------------------------------------ save and resume
 
     def state(self) -> list[Any]:
-        """The way that won, and on what it did."""
+        """The way that won, on what it did, and whether the cache was given up."""
         winner = self._engine.race.winner
-        return [str(winner) if winner is not None else None, self._raced]
+        return [str(winner) if winner is not None else None, self._raced, self._engine.gave_up_cache]
 
     def load(self, state: Sequence[Any]) -> None:
         """Go on the way that won, with the prices of a choice that was loaded before."""
-        winner, self._raced = state
+        winner, self._raced, *gave_up = state
+        self._engine.gave_up_cache = any(gave_up)
         known = self._engine.settle(self._choice.policy.budget, races=self._choice.correct, winner=winner)
         spared = self._choice.spared if known else float(self._engine.caches)
         self._choice.run_on(self._engine.keeps, spared, self._choice.captured and self._engine.may_capture)

@@ -32,16 +32,17 @@ def pliant(
     """Ours, and the default: whole layers by a noise-corrected gain, every budget at once on the true graph.
 
     The head trains alone at first: what lies behind a new one cannot be scored before it has learned something. What that
-    leaves of a time budget is spent later.
+    leaves of a time budget is spent later. With `when=schedule.once()` the first batch is scored, as nothing comes after it.
     """
+    when = when or schedule.growing(50, 8)
     return Policy(
         units.layers(),
         score.update_gain(cross=True, batches=2, smooth=0.5),
         timed,
         solve.milp(gap=1e-4),
-        when or schedule.growing(50, 8),
+        when,
         Budget(time=time, memory=memory, macs=macs),
-        start="head",
+        start="head" if when.comes_due else "scored",
         seed=seed,
         name="pliant",
     )

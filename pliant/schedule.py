@@ -20,11 +20,12 @@ class Schedule:
     due: Callable[[Progress, Progress, float | None], bool]
     needs_epochs: bool = False
     watches: bool = False
+    comes_due: bool = True  # ever
 
 
 def once() -> Schedule:
     """Choose before the first step and never again."""
-    return Schedule("once", lambda now, last, drift: False)
+    return Schedule("once", lambda now, last, drift: False, comes_due=False)
 
 
 def every(steps: int | None = None, epochs: float | None = None, share: float | None = None) -> Schedule:

@@ -358,8 +358,8 @@ class Session:
         counts = not self._stepper.is_followed and not self._engine.fills  # what fills a cache is paid once
         seconds = self._laps.end(counts)
         self._log.step(self._step, self._round, value, seconds)
-        if self._engine.fills and value is not None and self._pricing.fills(seconds, self._left):
-            self._note("not cached: filling takes more than a cache can save in the steps that are left")
+        if self._engine.fills and value is not None:
+            self._pricing.fills(seconds, self._left)
         if counts and value is not None and self._engine.see(seconds):
             self._look_at_steps()  # of all that took part
             self._pricing.won()

@@ -5,6 +5,7 @@ Clocks are simulated (`oracle.Device`): a device takes more or less for a step t
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -87,7 +88,8 @@ def last(time: Any) -> Policy:
 
 
 def ours(time: Any) -> Policy:
-    return replace(recipes.pliant(time=time), cost=light)
+    """From the first batch on: what a new head leaves over in its first steps takes longer to spend than these runs last."""
+    return replace(recipes.pliant(time=time), cost=light, start="scored")
 
 
 @pytest.fixture
@@ -313,7 +315,7 @@ def test_prices_know_what_inference_spares(start: Open, device: Device, racing: 
         plain, cached = (session.profile.cost(session.selection.units, spared=spared).seconds for spared in (0.0, 1.0))
         return plain - spare * (plain - cached) if way.prefix else plain
 
-    with start(replace(ours(0.5), start="scored")) as session:
+    with start(ours(0.5)) as session:
 
         def steady_see(race: Race, seconds: Callable[[], float]) -> bool:
             took = least(race.now, session)
@@ -395,6 +397,38 @@ def test_a_new_head_trains_alone_until_the_first_score(start: Open, device: Devi
         assert len(chosen[-1].units) > 1
         shares = [selection.share() for selection in chosen]
         assert sum(shares) / len(shares) == pytest.approx(0.5, rel=0.03)
+
+
+def test_a_budget_that_changes_when_the_first_score_is_due_does_not_put_it_off(start: Open) -> None:
+    with start(replace(by_gain(0.5, schedule.growing(30, 10)), start="head")) as session:
+        train(session, 30)
+        session.budget = Budget(time=0.7)
+        assert [unit.name for unit in train(session, 1)[0].units] == ["head"]
+        assert len(train(session, 1)[0].units) > 1
+
+
+def test_a_first_score_that_fails_is_taken_with_the_next_batch(start: Open) -> None:
+    with start(replace(by_gain(0.5, schedule.growing(30, 10)), start="head")) as session:
+        train(session, 30)
+        x, y = STREAM[30 % len(STREAM)]
+        weights = copy.deepcopy(session.model.state_dict())
+        session.step((x * torch.nan, y))
+        session.model.load_state_dict(weights)
+        assert len(session.selection.units) == 1
+        assert len(train(session, 1)[0].units) > 1
+
+
+def test_before_the_first_score_nothing_is_out_of_reach_and_another_optimizer_asks_for_none(
+    start: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "run.jsonl"
+    with start(replace(by_gain(0.5, schedule.growing(60, 10)), start="head"), log=log) as session:
+        monkeypatch.setattr("pliant.choice.Choice.again", None)  # nothing is corrected
+        train(session, 15)
+        session.budget = Budget(time=0.7)
+        session.optimizer = sgd(session.model)
+        assert {len(selection.units) for selection in train(session, 40)} == {1}
+    assert notes(log) == ["the optimizer was replaced"]
 
 
 def test_a_start_with_the_head_survives_a_stop(start: Open, device: Device, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from test_graphs import DEVICES, Stand
 from torch import nn
 from torch.utils.data import default_collate
 
-from pliant import Policy, Session, measure, recipes, schedule, score, solve, units
+from pliant import Budget, Policy, Session, measure, recipes, schedule, score, solve, units
 from pliant.apply import sandbox
 from pliant.clock import Laps
 from pliant.data import ids_of, with_ids
@@ -262,9 +262,16 @@ def test_a_cache_whose_filling_cannot_pay_is_given_up(
             session.step(batch, ids=range(5 * step, 5 * step + 5))
         assert session.caches != given_up
         assert (len(features) == 0) == given_up
-        assert [way.cache for way in session._engine.race.ways].count(True) == (not given_up)
+        assert session.why_not.get("cache") == ("filling it takes more than it can save" if given_up else None)
+        state = session.state_dict()
+        session.load_state_dict(state)
+        session.budget = Budget(memory="1GB")
+        session.budget = Budget()
+        session.step(batch, ids=range(1000, 1005))
+        assert session.caches != given_up  # and stays so
     told = [line["text"] for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "note"]
-    assert any("filling takes more" in text for text in told) == given_up
+    assert ("not cache: filling it takes more than it can save" in told) == given_up
+    assert not any("prefix engine is off" in text for text in told)
 
 
 def test_prices_forget_a_cache_that_a_resumed_run_lacks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from instances import chain_profile, laws, profiles, units
 
-from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan
+from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan, recipes, schedule
 from pliant.profile import Charge
 from pliant.schedule import ramp
 from pliant.solve import Solver, cycle, fixed, greedy, knapsack, milp, sample
@@ -410,9 +410,17 @@ def test_optimizer_state_is_kept_or_dropped() -> None:
 
 
 def test_a_start_that_is_not_known_or_trains_nothing_is_refused() -> None:
-    assert policy(start="head").start == "head"
-    assert policy(start="head", head=False, always=("a",)).start == "head"
+    again = schedule.every(steps=5)
+    assert policy(start="head", when=again).start == "head"
+    assert policy(start="head", when=again, head=False, always=("a",)).start == "head"
     with pytest.raises(ValueError, match="start='tail'"):
         policy(start="tail")
     with pytest.raises(ValueError, match="start='head' trains nothing"):
-        policy(start="head", head=False)
+        policy(start="head", when=again, head=False)
+    with pytest.raises(ValueError, match="never trains anything else"):
+        policy(start="head", when=schedule.once())
+
+
+def test_ours_scores_the_first_batch_where_none_comes_after_it() -> None:
+    assert recipes.pliant().start == "head"
+    assert recipes.pliant(when=schedule.once()).start == "scored"

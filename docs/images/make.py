@@ -50,7 +50,7 @@ def train(folder: Path, policy: Policy) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     batches = list(islice(data.batches(digits.train, BATCH, seed=0), STEPS))
     small = data.Split(digits.test.images[:300], digits.test.labels[:300])
-    with Session(model, optimizer, loss, policy, clip=1.0, log=log) as session:
+    with Session(model, optimizer, loss, policy, clip=1.0, log=log, total_steps=STEPS) as session:
         evaluate(model, small, 0, log)
         for number, batch in enumerate(batches, 1):
             session.step(batch)

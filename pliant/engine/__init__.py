@@ -57,6 +57,7 @@ class Engine:
         self._cuda = next(model.parameters()).device.type == "cuda"
         self.features = features
         self.slices: Slices | None = None
+        self.gave_up_cache = False  # since filling it takes too long
         self.race = Race(self._allowed(Budget()))
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_norms(model)
@@ -108,23 +109,23 @@ class Engine:
 
     def _allowed(self, budget: Budget) -> list[Way]:
         caches, short = self.features is not None, budget.memory is not None
-        return allowed(
+        ways = allowed(
             self._asked, memory_is_short=short, cuda=self._cuda, caches=caches, macs_are_short=budget.macs is not None
         )
+        others = [way for way in ways if not way.cache]
+        return others if self.gave_up_cache and others else ways
 
     @property
     def caches(self) -> bool:
         """Whether what is computed before the choice is kept, as far as is known."""
         return self.way.cache and "cache" not in self._prefix.reasons
 
-    def give_up_cache(self) -> bool:
-        """Nothing is cached from now on, if there is another way; tells whether there is."""
-        cached = {way for way in self.race.ways if way.cache}
+    def give_up_cache(self) -> None:
+        """Nothing is cached from now on, if there is another way."""
         others = [way for way in self.race.ways if not way.cache]
         if others and self.features is not None:
-            self.race = Race(self.race.ways, others[0] if len(others) == 1 else None, cached)
+            self.gave_up_cache, self.race = True, Race(others)
             self.features.clear()
-        return bool(others)
 
     def see(self, seconds: Callable[[], float]) -> bool:
         """A step of ours took so long; tells whether the fastest way is known now. A cache that is not on it is emptied."""
@@ -149,7 +150,7 @@ class Engine:
         """What the engines that were asked did not do, and why."""
         out = dict(self._prefix.reasons) if any(way.prefix for way in self.race.ways) else {}
         if self.features is not None and not any(way.cache for way in self.race.ways):
-            out["cache"] = "the prefix engine is off"
+            out["cache"] = "filling it takes more than it can save" if self.gave_up_cache else "the prefix engine is off"
         elif self.features is not None and not self.way.cache and not self.race.is_on:
             out.setdefault("cache", "steps without it are faster here")
         if self._no_ids:
