@@ -2,7 +2,7 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | unbiased update gain, smoothed | measured | exact, several budgets | after 50, 400, 3,200, … steps |
+| `pliant` | layers | unbiased update gain, smoothed | measured | exact, several budgets | after 50, 1,000, 20,000 steps |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
@@ -34,7 +34,7 @@ def pliant(
     The head trains alone at first: what lies behind a new one cannot be scored before it has learned something. What that
     leaves of a time budget is spent later. With `when=schedule.once()` the first batch is scored, as nothing comes after it.
     """
-    when = when or schedule.growing(50, 8)
+    when = when or schedule.growing(50, 20)
     return Policy(
         units.layers(),
         score.update_gain(cross=True, batches=2, smooth=0.5),

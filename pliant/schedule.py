@@ -57,7 +57,7 @@ def every(steps: int | None = None, epochs: float | None = None, share: float | 
     return Schedule(f"every {interval} {'epochs' if share is None else 'of the run'}", due, needs_epochs=share is None)
 
 
-def growing(first: int = 50, factor: int = 8, share: float = 0.15) -> Schedule:
+def growing(first: int = 50, factor: int = 20, share: float = 0.15) -> Schedule:
     """Choose again after `first` steps, and whenever the run is `factor` times as old: often while much changes, seldom later.
 
     In a run that is known to be short, all of it comes sooner: the first after that `share` of its steps.
