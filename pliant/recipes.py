@@ -2,7 +2,7 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | unbiased update gain, smoothed | measured | exact, several budgets | after 50, 1,000, 20,000 steps |
+| `pliant` | layers | unbiased update gain, smoothed | measured | exact, several budgets | on drift |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
@@ -29,20 +29,14 @@ from pliant.schedule import Schedule
 def pliant(
     time: Limit = None, memory: Limit = None, macs: Limit = None, *, when: Schedule | None = None, seed: int = 0
 ) -> Policy:
-    """Ours, and the default: whole layers by a noise-corrected gain, every budget at once on the true graph.
-
-    The head trains alone at first: what lies behind a new one cannot be scored before it has learned something. What that
-    leaves of a time budget is spent later. With `when=schedule.once()` the first batch is scored, as nothing comes after it.
-    """
-    when = when or schedule.growing(50, 20)
+    """Ours, and the default: whole layers by a noise-corrected gain, every budget at once on the true graph, again on drift."""
     return Policy(
         units.layers(),
         score.update_gain(cross=True, batches=2, smooth=0.5),
         timed,
         solve.milp(gap=1e-4),
-        when,
+        when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
         Budget(time=time, memory=memory, macs=macs),
-        start="head" if when.comes_due else "scored",
         seed=seed,
         name="pliant",
     )

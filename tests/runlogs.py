@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,7 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 def policy(time: float = 0.7) -> Policy:
-    recipe = recipes.pliant(time=time, memory=0.9, when=schedule.every(steps=3))
-    return on_steady_device(replace(recipe, start="scored"))
+    return on_steady_device(recipes.pliant(time=time, memory=0.9, when=schedule.every(steps=3)))
 
 
 def opened(log: Path, which: Policy | None = None) -> Session:

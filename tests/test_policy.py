@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from instances import chain_profile, laws, profiles, units
 
-from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan, recipes, schedule
+from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan, schedule
 from pliant.profile import Charge
 from pliant.schedule import ramp
 from pliant.solve import Solver, cycle, fixed, greedy, knapsack, milp, sample
@@ -419,8 +419,3 @@ def test_a_start_that_is_not_known_or_trains_nothing_is_refused() -> None:
         policy(start="head", when=again, head=False)
     with pytest.raises(ValueError, match="never trains anything else"):
         policy(start="head", when=schedule.once())
-
-
-def test_ours_scores_the_first_batch_where_none_comes_after_it() -> None:
-    assert recipes.pliant().start == "head"
-    assert recipes.pliant(when=schedule.once()).start == "scored"
