@@ -230,11 +230,12 @@ class Choice:
             return None
         return self.policy.budget.limits(self.profile.full, now).get("seconds")
 
-    def measured(self, seconds: Sequence[float], now: Progress, pause: float) -> None:
-        """Steps of the selection in force took so long; between two corrections so many seconds must pass."""
+    def measured(self, seconds: Sequence[float], now: Progress, pause: float, costly: bool = False) -> None:
+        """Steps of the selection in force took so long; between two corrections so many seconds must pass. Where another choice
+        is `costly`, what was saved or overspent is made up for slowly."""
         given = self.policy.budget.time
         share = not isinstance(given(now) if callable(given) else given, str)
-        left = now.total_steps - now.step if now.total_steps is not None else 0
+        left = now.total_steps - now.step if costly and now.total_steps is not None else 0
         self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share, pause=pause, left=left)
 
     def wants_bytes(self, batch: int) -> bool:

@@ -90,8 +90,8 @@ class Feedback:
         left: int = 0,
     ) -> None:
         """Steps of the selection in force. `pays`: what this one misses, later ones make up for. `pause`: the seconds that
-        must pass between two corrections. `left`: the steps that are still to come, as far as is known: half of them is soon
-        enough to make up for something.
+        must pass between two corrections. `left`: the steps that are still to come, where half of them is soon enough to make
+        up for something.
 
         A `share` is one of a full step as fast as this device takes it undisturbed, so what disturbs steps is left out: all of
         them count as the quick ones among them do.

@@ -417,7 +417,8 @@ class Session:
 
     def _look_at_steps(self) -> None:
         """Let the closed loop see what the last steps took."""
-        self._choice.measured(self._laps.take(), self.progress, self._pace.pause)
+        costly = self._engine.seconds_per_choice > 0
+        self._choice.measured(self._laps.take(), self.progress, self._pace.pause, costly)
         why = self._choice.out_of_reach
         if why is not None and why != self._told:
             self._told = why

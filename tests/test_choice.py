@@ -709,3 +709,13 @@ def test_a_budget_moves_only_as_often_as_another_choice_is_worth_what_it_takes(
         chosen = train(session, 200)
     changes = sum(before.units != after.units for before, after in pairwise(chosen))
     assert (changes < 6) == fewer and (changes == 0) == (seconds > 1e6)
+
+
+@pytest.mark.parametrize(("toll", "horizon"), [(0.0, 50), (1e-9, 90)])
+def test_debts_are_paid_back_slowly_only_where_another_choice_is_costly(
+    start: Open, toll: float, horizon: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pliant.engine.Engine.seconds_per_choice", property(lambda engine: toll))
+    with start(last(0.5), total_steps=200) as session:
+        train(session, 21)
+        assert session.state_dict()["feedback"]["horizon"] == horizon
