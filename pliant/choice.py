@@ -123,6 +123,10 @@ class Choice:
         """Whether the head alone trains, since nothing was scored yet: there is nothing to correct."""
         return self.policy.start == "head" and not self._settled
 
+    def _deciding(self, policy: Policy) -> Policy:
+        """The policy that plans: before anything was scored, nothing is chosen but what always is, whatever the solver."""
+        return replace(policy, solver=lambda problem: problem.always) if self._is_unscored else policy
+
     def again(self, now: Progress) -> Selection | None:
         """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked.
 
@@ -287,11 +291,12 @@ class Choice:
             self.feedback.ratio = 1.0  # it was one of other prices
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
-            self._pending = plan(policy, profile, self._values, then)
+            deciding = self._deciding(policy)
+            self._pending = plan(deciding, profile, self._values, then)
             if self.correct and (budget.time is not None or budget.memory is not None):
                 asked = budget.limits(profile.full, then).get("bytes")
                 within = self.feedback.bytes_within(asked) if asked is not None and engine == self._engine else None
-                self._pending = plan(policy, profile, self._values, then, 1 / self.feedback.ratio, within)
+                self._pending = plan(deciding, profile, self._values, then, 1 / self.feedback.ratio, within)
         if engine != self._engine:
             self.feedback.forget_bytes()
         self.policy, self.profile = policy, profile
@@ -339,7 +344,7 @@ class Choice:
         if self.feedback.rounds:
             asked = self.asked_seconds(now)
             correction = self.feedback.correction(asked) if asked is not None and self.correct else 1.0
-        selection = plan(self.policy, self.profile, self._values, now, correction, self._within(now), near)
+        selection = plan(self._deciding(self.policy), self.profile, self._values, now, correction, self._within(now), near)
         self._remember(selection)
         return selection
 

@@ -398,6 +398,16 @@ def test_a_new_head_trains_alone_until_the_first_score(start: Open, device: Devi
         assert sum(shares) / len(shares) == pytest.approx(0.5, rel=0.03)
 
 
+@pytest.mark.parametrize("make", [last, by_lot, by_gain])
+def test_a_new_head_trains_alone_whatever_the_solver(make: Callable[..., Policy], start: Open) -> None:
+    with start(replace(make(0.5), start="head", when=schedule.growing(30, 10))) as session:
+        chosen = train(session, 15)
+        session.budget = Budget(time=0.7)
+        chosen += train(session, 10)
+        assert {tuple(unit.name for unit in selection.units) for selection in chosen} == {("head",)}
+        assert len(train(session, 10)[-1].units) > 1
+
+
 def test_a_budget_that_changes_when_the_first_score_is_due_does_not_put_it_off(start: Open) -> None:
     with start(replace(by_gain(0.5, schedule.growing(30, 10)), start="head")) as session:
         train(session, 30)
