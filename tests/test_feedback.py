@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import cycle
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -93,18 +94,16 @@ def test_debt_is_paid_back_over_fifty_steps_and_never_by_more_than_a_quarter(deb
     assert feedback.correction(ASKED) == pytest.approx(target / ASKED / 1.25, rel=1e-12)
 
 
-@pytest.mark.parametrize(("pause", "horizon"), [(0.0, 50), (99.0, 50), (400.0, 200)])
-def test_debt_is_paid_back_until_the_next_correction_may_come(pause: float, horizon: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "horizon"),
+    [
+        *[({"pause": 0.0}, 50), ({"pause": 99.0}, 50), ({"pause": 400.0}, 200)],  # until the next correction may come
+        *[({"left": 0}, 50), ({"left": 60}, 50), ({"left": 400}, 200)],  # within half of the steps that are left
+    ],
+)
+def test_debt_is_paid_back_no_sooner_than_it_must_be(how: dict[str, Any], horizon: int) -> None:
     feedback = following()
-    feedback.see([ASKED] * 4, ASKED, pause=pause)
-    feedback.debt = 4.0
-    assert feedback.target(ASKED) == pytest.approx(ASKED + 4.0 / horizon)
-
-
-@pytest.mark.parametrize(("left", "horizon"), [(0, 50), (60, 50), (400, 200)])
-def test_debt_is_paid_back_within_half_of_the_steps_that_are_left(left: int, horizon: int) -> None:
-    feedback = following()
-    feedback.see([ASKED] * 4, ASKED, left=left)
+    feedback.see([ASKED] * 4, ASKED, **how)
     feedback.debt = 4.0
     assert feedback.target(ASKED) == pytest.approx(ASKED + 4.0 / horizon)
 

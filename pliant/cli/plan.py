@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -49,7 +48,6 @@ def plan(
         Options(engine=engine, lr=lr)  # says what is wrong with them
         images_of("--data", data)
         policy = task.policy(recipe, time, memory, macs, seed)
-        later, policy = policy.start == "head", replace(policy, start="scored")
         loaded = task.load(model, data, size=size, seed=seed, device=device, scratch=scratch)
         task.check_names(recipe, loaded.model)
         with task.session(loaded, policy, batch=batch, lr=lr, scratch=scratch, engine=engine) as session:
@@ -66,13 +64,6 @@ def plan(
         highlight=False,
         soft_wrap=True,
     )
-    if later:
-        console.print(
-            f"A run of {policy.name} trains the head alone until it first scores the rest ({policy.when.name}); behind a new "
-            f"head, values are other ones then.",
-            highlight=False,
-            soft_wrap=True,
-        )
 
 
 _SAID = {"seconds": ("time", 1e-3, "ms"), "bytes": ("memory", 1e6, "MB"), "macs": ("macs", 1e6, "MMAC")}
