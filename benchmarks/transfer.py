@@ -19,7 +19,8 @@ and networks: `transfer_tasks.py`. What is timed, after one step on a copy that 
 So time holds profiling, probing, choosing, racing and capturing, but neither reading files nor evaluation. GPU: synchronised
 wall time. CPU: CPU time of one thread. Each cell tells how many others may have run beside it (`beside`); times and energy in
 the tables are of those that ran alone. Peak memory on CUDA is what the allocator held at most while training, less what the
-data takes: weights, gradients, optimizer state, probing and profiling included. On the CPU it is that of one more step after
+data takes: weights, gradients, optimizer state, probing and profiling included; and, apart, from the second epoch on, when
+nothing is profiled any more. On the CPU it is that of one more step after
 the run: what the step makes, and the optimizer's state. Sessions keep no way back (`undo=False`), as plain loops do not.
 """
 
@@ -75,7 +76,8 @@ class Watch:
     """Seconds, joules and the peak of memory, over the stretches between `go` and `stop`."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.seconds, self.peak = device, 0.0, 0
+        self.device, self.seconds = device, 0.0
+        self.peaks: list[int] = []  # bytes, of each stretch
         self._meter = energy.meter(device)
         self.joules = 0.0 if self._meter is not None else None
         self._stands = torch.cuda.memory_allocated() if device == "cuda" else 0
@@ -91,7 +93,7 @@ class Watch:
         if self._meter is not None and self.joules is not None:
             self.joules += self._meter.joules() - self._joules
         if self.device == "cuda":
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated() - self._stands)
+            self.peaks.append(torch.cuda.max_memory_allocated() - self._stands)
 
     def close(self) -> None:
         if self._meter is not None:
@@ -192,6 +194,8 @@ def cell(task: str, method: str, lr: float, seed: int, setting: dict[str, Any], 
         watch.go()
         step, taken = run.begin(per_epoch, total), 0
         for epoch in range(epochs):
+            if epoch:
+                watch.go()
             losses, seen = [], []
             for batch, ids in run.laid_out(data.batches(size, seed, epoch, run.method.views)):
                 for group in run.optimizer.param_groups:
@@ -207,14 +211,12 @@ def cell(task: str, method: str, lr: float, seed: int, setting: dict[str, Any], 
             curve.append([round(watch.seconds, 4), round(judged, 5), float(torch.stack(losses).float().mean())])
             if not math.isfinite(curve[-1][2]):
                 return out | {"failed": f"the loss of epoch {epoch + 1} is {curve[-1][2]}"}
-            watch.go()
-        watch.stop()
         out |= {"steps": taken, "order": order, "curve": curve, "validation": curve[-1][1], "seconds": watch.seconds}
         out["test"] = tasks.accuracy(run.model, data, data.test, run.forward)
         if run.session is not None:
             out |= told(run.session, choices)
         if device == "cuda":
-            out["peak_bytes"] = watch.peak
+            out |= {"peak_bytes": max(watch.peaks), "later_peak_bytes": max(watch.peaks[1:] or watch.peaks)}
         elif setting["bytes"]:
             out["peak_bytes"] = run.step_bytes(step, batch, ids)
         if watch.joules is not None:

@@ -12,7 +12,8 @@ Cells = list[dict[str, Any]]
 LOSS = 0.003  # of accuracy, against full training: what reaches that is as good
 COLUMNS = ("method", "lr", "test accuracy", "steps", "run alone", "of full", "of tuned", "of captured")
 TO = f"to full's − {100 * LOSS:g}"
-COLUMNS += (TO, "peak MB", "joules", "ran on")
+COLUMNS += (TO, "peak MB", "later MB", "joules", "ran on")
+BYTES = {"peak MB": "peak_bytes", "later MB": "later_peak_bytes"}
 
 
 def best(cells: Cells, task: str, method: str, rates: Sequence[float] = ()) -> float | None:
@@ -54,8 +55,9 @@ def _row(method: str, whole: dict[str, Cells], tried: set[float]) -> dict[str, s
         "steps": str(runs[0]["steps"]),
         "ran on": ", ".join(dict.fromkeys(c["ran"] for c in runs if "ran" in c)),
     }
-    if any("peak_bytes" in c for c in runs):
-        out["peak MB"] = f"{max(c['peak_bytes'] for c in runs if 'peak_bytes' in c) / 1e6:.0f}"
+    for name, kind in BYTES.items():
+        if any(kind in c for c in runs):
+            out[name] = f"{max(c[kind] for c in runs if kind in c) / 1e6:.0f}"
     took, goal = _seconds(whole, method), _goal(whole)
     if took is None:
         return out
@@ -106,6 +108,8 @@ def _notes(mine: Cells, whole: dict[str, Cells], device: str) -> list[str]:
             f"`{TO}`: seconds until the mean validation accuracy over seeds is {goal:.1%}, and of the whole run of `{FULL}`; "
             f"`no`: the best that was reached."
         )
+    if device == "cuda":
+        out.append("`peak MB`: all that the allocator held at most; `later MB`: from the second epoch on, after profiling.")
     seconds = "CPU time of one thread" if device == "cpu" else "synchronised wall time"
     out.append(f"Accuracies: mean (range, seeds). Time: {seconds}.")
     for what in ("start", "order"):
@@ -117,4 +121,5 @@ def _notes(mine: Cells, whole: dict[str, Cells], device: str) -> list[str]:
         if odd:
             out.append(f"NOT COMPARABLE: runs of seed {odd[0]} had more than one {what}.")
     out += list(dict.fromkeys(f"- {c['method']}, lr {c['lr']:g}: {c['failed']}" for c in mine if "failed" in c))
-    return ["\n\n".join(out[:2]), "", *out[2:]] if out[2:] else ["\n\n".join(out)]
+    told = [line for line in out if not line.startswith("- ")]
+    return ["\n\n".join(told), "", *out[len(told) :]]

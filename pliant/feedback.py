@@ -91,7 +91,8 @@ class Feedback:
     ) -> None:
         """Steps of the selection in force. `pays`: what this one misses, later ones make up for. `pause`: the seconds that
         must pass between two corrections. `left`: the steps that are still to come, where half of them is soon enough to make
-        up for something.
+        up for something: another choice is costly there. So what steps of this one take is believed at once, not little by
+        little.
 
         A `share` is one of a full step as fast as this device takes it undisturbed, so what disturbs steps is left out: all of
         them count as the quick ones among them do.
@@ -102,7 +103,8 @@ class Feedback:
         tame = [middle if share else min(s, _WILD * middle) for s in seconds]
         if now.predicted > 0 and middle > 0:
             seen = middle / now.predicted
-            self.ratio = seen if self.recent is None and len(self.rounds) == 1 else (self.ratio + seen) / 2
+            at_once = left > 0 or (self.recent is None and len(self.rounds) == 1)
+            self.ratio = seen if at_once else (self.ratio + seen) / 2
         self.recent = fmean(tame)
         self.horizon = max(_PAY_BACK, pause / self.recent if self.recent > 0 else 0.0, left / 2)
         now.seconds += sum(seconds)

@@ -84,7 +84,8 @@ def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = N
     """Choose again when the value vector of the chosen units has turned away from the one last used.
 
     Drift is 1 − cos of the two vectors; it is read off gradients that training computes anyway. Never sooner than `at_least`
-    steps after the last selection; with `at_most`, never later than that either.
+    steps after the last selection; with `at_most`, never later than that either. Nor in the last `at_least` steps of a run
+    whose length is known: what takes a while to pay for itself would not.
     """
     if not 0 < threshold <= 2:
         raise ValueError(f"on_drift(threshold={threshold}): drift is 1 − cos, so the threshold lies in (0, 2].")
@@ -93,6 +94,8 @@ def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = N
 
     def due(now: Progress, last: Progress, drift: float | None) -> bool:
         since = now.step - last.step
+        if now.total_steps is not None and now.total_steps - now.step < at_least:
+            return False
         if at_most is not None and since >= at_most:
             return True
         return since >= at_least and drift is not None and drift > threshold

@@ -400,7 +400,9 @@ class Session:
         start = self._laps.watch.mark()
         # A correction that moves the boundary costs all that is cached.
         may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on and self._choice.spared < 1
-        if self._choice.is_off(self.progress, looked and may, self._engine.seconds_per_choice / self._left):
+        capture = self._engine.seconds_per_choice
+        toll = (capture + self._pace.dearest) / self._left if capture else 0.0
+        if self._choice.is_off(self.progress, looked and may, toll):
             with self._pace.correcting():
                 selection = self._choice.again(self.progress)
                 if selection is not None:

@@ -49,6 +49,13 @@ def test_the_first_look_sets_the_ratio_and_later_ones_move_it_half_way() -> None
     assert feedback.ratio == 3.0
 
 
+def test_where_another_choice_is_costly_what_was_seen_last_is_believed_at_once() -> None:
+    feedback = following(predicted=2.0)
+    feedback.see([3.0], ASKED, left=1000)
+    feedback.see([5.0], ASKED, left=1000)
+    assert feedback.ratio == 2.5
+
+
 def test_without_a_prediction_there_is_no_ratio() -> None:
     feedback = following(predicted=0.0)
     feedback.see([3.0], ASKED)
