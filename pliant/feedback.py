@@ -92,7 +92,7 @@ class Feedback:
         """Steps of the selection in force. `pays`: what this one misses, later ones make up for. `pause`: the seconds that
         must pass between two corrections. `left`: the steps that are still to come, where half of them is soon enough to make
         up for something: another choice is costly there. So what steps of this one take is believed at once, not little by
-        little.
+        little, and the first of them, which pay for it, are owed but do not tell what the others take.
 
         A `share` is one of a full step as fast as this device takes it undisturbed, so what disturbs steps is left out: all of
         them count as the quick ones among them do.
@@ -105,7 +105,7 @@ class Feedback:
             seen = middle / now.predicted
             at_once = left > 0 or (self.recent is None and len(self.rounds) == 1)
             self.ratio = seen if at_once else (self.ratio + seen) / 2
-        self.recent = fmean(tame)
+        self.recent = middle if left > 0 else fmean(tame)
         self.horizon = max(_PAY_BACK, pause / self.recent if self.recent > 0 else 0.0, left / 2)
         now.seconds += sum(seconds)
         now.steps += len(seconds)

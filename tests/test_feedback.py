@@ -56,6 +56,16 @@ def test_where_another_choice_is_costly_what_was_seen_last_is_believed_at_once()
     assert feedback.ratio == 2.5
 
 
+def test_where_another_choice_is_costly_the_steps_that_pay_for_it_are_owed_and_nothing_else() -> None:
+    """A capture would else look like steps that are too slow, and be answered by another one."""
+    paying, replays = [ASKED * 10, ASKED * 40], [ASKED] * 8
+    feedback = following(predicted=ASKED)
+    feedback.see([*paying, *replays], ASKED, left=1000)
+    assert feedback.recent == ASKED and feedback.ratio == 1
+    assert feedback.debt == -2 * ASKED
+    assert not feedback.is_off(ASKED)
+
+
 def test_without_a_prediction_there_is_no_ratio() -> None:
     feedback = following(predicted=0.0)
     feedback.see([3.0], ASKED)
