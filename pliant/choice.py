@@ -136,26 +136,32 @@ class Choice:
             return None
         if self._is_over(now):
             return self._smaller(now)
-        selection = self._known(now)
+        moved, asked = self._budget_moved(now), self.asked_seconds(now) if self.correct else None
+        near = () if moved else self.selection.units  # another budget is no correction
+        up = self._one_up() if asked is not None and near else math.inf
+        aim = up * (1 + 1e-8) if asked is not None and self.feedback.takes_turns(up, asked) else None
+        selection = self._known(now, aim)
         if selection is None:
-            near = () if self._budget_moved(now) else self.selection.units  # another budget is no correction
-            selection = self._plan(replace(now, round=self.selection.round), near)
-            if near and selection.units == near:  # and stays so until something more is within reach
-                self._remember(replace(selection, limit={**selection.limit, **self._next_up(selection)}))
-        asked = self.asked_seconds(now) if self.correct else None
-        nearer = asked is None or self.feedback.is_nearer(selection.cost.seconds, asked)
-        if selection.units != self.selection.units and (nearer or self._budget_moved(now)):
+            correction = aim / asked if aim is not None and asked is not None else None
+            selection = self._plan(replace(now, round=self.selection.round), near, correction)
+            if near and selection.units == near and "seconds" in selection.limit:  # until something more is within reach
+                within = max(selection.limit["seconds"], up * (1 - 1e-8))
+                self._remember(replace(selection, limit={**selection.limit, "seconds": within}))
+        nearer = asked is None or aim is not None or self.feedback.is_nearer(selection.cost.seconds, asked)
+        if selection.units != self.selection.units and (nearer or moved):
             return selection
         self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
         return None
 
-    def _next_up(self, selection: Selection) -> dict[str, float]:
-        """The most seconds within which a correction adds nothing to a selection."""
-        if self.profile is None or "seconds" not in selection.limit:
-            return {}
-        more = zip(self.units, self.profile.with_one_more(self.units, selection.units), strict=True)
-        room = [seconds for unit, seconds in more if unit not in set(selection.units) and self._values.get(unit, 0.0) > 0]
-        return {"seconds": max(selection.limit["seconds"], min(room, default=math.inf) * (1 - 1e-8))}
+    def _one_up(self) -> float:
+        """The seconds of a step with the least that adds to what is in force; infinite where nothing does."""
+        if self.profile is None or self.selection is None:
+            raise RuntimeError("nothing is chosen yet.")
+        chosen = set(self.selection.units)
+        more = zip(self.units, self.profile.with_one_more(self.units, self.selection.units), strict=True)
+        return min(
+            (seconds for unit, seconds in more if unit not in chosen and self._values.get(unit, 0.0) > 0), default=math.inf
+        )
 
     def _smaller(self, now: Progress) -> Selection:
         """A selection that is predicted to take less than the one in force, by as much as that took too much."""
@@ -337,11 +343,11 @@ class Choice:
     def _next_round(self) -> int:
         return self.selection.round + 1 if self.selection is not None else 0
 
-    def _plan(self, now: Progress, near: Sequence[Unit] = ()) -> Selection:
+    def _plan(self, now: Progress, near: Sequence[Unit] = (), correction: float | None = None) -> Selection:
+        """`correction`: what to plan for, over what was asked, if not what the steps so far tell."""
         if self.profile is None:
             raise RuntimeError("nothing is measured yet: look() comes first.")
-        correction = None  # at the start, a budget that cannot be kept is an error
-        if self.feedback.rounds:
+        if correction is None and self.feedback.rounds:  # at the start, a budget that cannot be kept is an error
             asked = self.asked_seconds(now)
             correction = self.feedback.correction(asked) if asked is not None and self.correct else 1.0
         selection = plan(self._deciding(self.policy), self.profile, self._values, now, correction, self._within(now), near)
@@ -354,14 +360,15 @@ class Choice:
         widest = max([selection, *(p for p in same if p.units == selection.units)], key=lambda p: p.limit.get("seconds", 0.0))
         self._plans = [*(p for p in same if p.units != selection.units), widest][-_REMEMBERED:]
 
-    def _known(self, now: Progress) -> Selection | None:
-        """A plan of this round that serves what is to be planned for now: the best there is within its own limit is the best
-        within every limit down to its cost, and one that costs almost what it may is good enough."""
+    def _known(self, now: Progress, aim: float | None = None) -> Selection | None:
+        """A plan of this round that serves what is to be planned for now, or for a step of `aim` seconds: the best there is
+        within its own limit is the best within every limit down to its cost, and one that costs almost what it may is good
+        enough."""
         asked = self.asked_seconds(now)
         if asked is None or self.profile is None or not self.correct:
             return None
         limits = self.policy.budget.limits(self.profile.full, now)
-        aim, within = asked * self.feedback.correction(asked), self._within(now)
+        aim, within = aim or asked * self.feedback.correction(asked), self._within(now)
         for known in sorted(self._plans, key=lambda known: -known.cost.seconds):
             limit, cost = known.limit["seconds"], known.cost.seconds
             if (within is not None and known.cost.bytes > within) or not self._is_near(known):

@@ -129,6 +129,14 @@ class Feedback:
         target = self.target(asked)
         return self.recent is None or abs(self._expected(predicted) - target) < abs(self.recent - target)
 
+    def takes_turns(self, predicted: float, asked: float) -> bool:
+        """Whether steps take much less than was asked, and a few of the next choice up, of which so much is predicted, would
+        come nearer to it: with both in turn the mean step is met, where nothing lies between them."""
+        if self.recent is None or asked - self.recent <= 2 * WITHIN * asked:
+            return False
+        expected, owed = self._expected(predicted), asked + self.debt / _CHANCE
+        return self.target(asked) < expected <= _MOST * asked and expected - owed < owed - self.recent
+
     def _expected(self, predicted: float) -> float:
         """What a step takes of which so much is predicted: what it took when it ran in this round, if it did."""
         ran = [r for r in self.rounds if r.number == self.rounds[-1].number and r.predicted == predicted and r.steps]

@@ -127,6 +127,27 @@ def notes(log: Path) -> list[str]:
 # ---------------------------------------------------------------- steps come to take what was asked
 
 
+@pytest.mark.parametrize("over", [0.05, 0.07])
+def test_what_lies_between_two_choices_is_met_by_both_in_turn(start: Open, device: Device, over: float) -> None:
+    """In a short run too: where the next choice up takes more than is owed for long, a few steps of it will do."""
+    torch.manual_seed(0)
+    model = Deep()
+    del model.layers[6:]
+    with start(by_gain(0.61, schedule.once()), copy.deepcopy(model)) as session:
+        least = train(session, 1)[0].cost.seconds
+        more = session._choice._one_up()
+        asked = (1 + over) * least / session.profile.full.seconds
+        assert more > 1.05 * (1 + over) * least  # nothing lies between
+    device.now = 0.0
+    with start(by_gain(asked, schedule.once()), copy.deepcopy(model)) as session:
+        chosen = train(session, 150)
+        assert chosen[0].cost.seconds == least
+        assert device.now / 150 == pytest.approx((1 + over) * least, rel=0.01)
+    changes = [set(before.units) ^ set(after.units) for before, after in pairwise(chosen) if before.units != after.units]
+    assert 2 <= len(changes) <= 14  # a look at what steps take comes every ten
+    assert all(len(change) == 1 for change in changes)
+
+
 @pytest.mark.parametrize("speed", [FAST, SLOW])
 @pytest.mark.parametrize("time", [0.4, 0.5, 0.7])
 @pytest.mark.parametrize("method", [last, by_lot, by_gain, ours])
