@@ -20,8 +20,9 @@ So time holds profiling, probing, choosing, racing and capturing, but neither re
 wall time. CPU: CPU time of one thread. Each cell tells how many others may have run beside it (`beside`); times and energy in
 the tables are of those that ran alone. Peak memory on CUDA is what the allocator held at most while training, less what the
 data takes: weights, gradients, optimizer state, probing and profiling included; and, apart, from the second epoch on, when
-nothing is profiled any more. On the CPU it is that of one more step after
-the run: what the step makes, and the optimizer's state. Sessions keep no way back (`undo=False`), as plain loops do not.
+nothing is profiled any more, with all that captured steps hold (which is reserved, and counts as free between replays). On the
+CPU it is that of one more step after the run: what the step makes, and the optimizer's state. Sessions keep no way back
+(`undo=False`), as plain loops do not.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class Watch:
         self._meter = energy.meter(device)
         self.joules = 0.0 if self._meter is not None else None
         self._stands = torch.cuda.memory_allocated() if device == "cuda" else 0
+        self._reserved = torch.cuda.memory_reserved() if device == "cuda" else 0
 
     def go(self) -> None:
         if self.device == "cuda":
@@ -94,6 +96,11 @@ class Watch:
             self.joules += self._meter.joules() - self._joules
         if self.device == "cuda":
             self.peaks.append(torch.cuda.max_memory_allocated() - self._stands)
+
+    def later_peak(self) -> int:
+        """Bytes from the second stretch on, or those that are held now, if they are more: captured steps run in them."""
+        torch.cuda.empty_cache()
+        return max(*(self.peaks[1:] or self.peaks), torch.cuda.memory_reserved() - self._reserved)
 
     def close(self) -> None:
         if self._meter is not None:
@@ -216,7 +223,7 @@ def cell(task: str, method: str, lr: float, seed: int, setting: dict[str, Any], 
         if run.session is not None:
             out |= told(run.session, choices)
         if device == "cuda":
-            out |= {"peak_bytes": max(watch.peaks), "later_peak_bytes": max(watch.peaks[1:] or watch.peaks)}
+            out |= {"peak_bytes": max(watch.peaks), "later_peak_bytes": watch.later_peak()}
         elif setting["bytes"]:
             out["peak_bytes"] = run.step_bytes(step, batch, ids)
         if watch.joules is not None:

@@ -108,8 +108,8 @@ def _notes(mine: Cells, whole: dict[str, Cells], device: str) -> list[str]:
             f"`{TO}`: seconds until the mean validation accuracy over seeds is {goal:.1%}, and of the whole run of `{FULL}`; "
             f"`no`: the best that was reached."
         )
-    if device == "cuda":
-        out.append("`peak MB`: all that the allocator held at most; `later MB`: from the second epoch on, after profiling.")
+    if any("later_peak_bytes" in c for c in mine):
+        out.append("`peak MB`: all that was allocated at most; `later MB`: after profiling, what captured steps hold included.")
     seconds = "CPU time of one thread" if device == "cpu" else "synchronised wall time"
     out.append(f"Accuracies: mean (range, seeds). Time: {seconds}.")
     for what in ("start", "order"):
