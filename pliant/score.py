@@ -285,7 +285,8 @@ class _Passes:
 
     def activations(self, parts: Pieces) -> None:
         """A pass for each piece that squares Σ a·g per sample and channel at the output of every module with parameters of its
-        own; g is the gradient of the whole's loss, so pieces of any size add up to the same."""
+        own; g is the gradient of the whole's loss, so pieces of any size add up to the same. The gradients of those parameters
+        themselves are not computed: backward goes as far as the smallest one of each module that comes first."""
         name_of = {param: name for name, param in self.model.named_parameters() if name in self.blank}
         layers: list[nn.Module] = [module for module in self.model.modules() if isinstance(module, _LAYERS)]
         own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in layers}
@@ -295,13 +296,18 @@ class _Passes:
         counts: dict[nn.Module, int] = {}  # samples in them
         along: dict[str, torch.Tensor] = {}  # w·g, of what no module shows
         through_modules: set[str] = set()
+        first: set[str] = set()  # of modules with nothing to learn before them
         samples = 0
 
-        def on_output(module: nn.Module, _: Any, output: Any) -> None:
+        def on_output(module: nn.Module, inputs: Any, output: Any) -> None:
             out = next(batches.tensors(output), None)
             if out is None or not out.requires_grad or out.dim() < 2:
                 return
             through_modules.update(own[module])
+            if not any(given.requires_grad for given in batches.tensors(inputs)):
+                first.add(
+                    min((name for name in own[module] if name in self.params), key=lambda name: self.params[name].numel())
+                )
             if own[module][0] not in self.params:  # another window's
                 return
             activation = out.detach().clone()  # a copy: what follows may work in place
@@ -318,11 +324,14 @@ class _Passes:
                 product = (self.blank[name].weight * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1)
                 along[name] = along.get(name, 0) + self.share * product.sum(dim=1)
 
+        def into() -> list[torch.Tensor]:
+            return [param for name, param in self.params.items() if name in first or name not in through_modules]
+
         handles = [module.register_forward_hook(on_output) for module in own]
         try:
             for part in parts:
                 samples += batches.size(part) or 1
-                self._stream(part, on_grad)
+                self._stream(part, on_grad, into)
                 for module, total in sums.items():
                     squares[module] = squares.get(module, 0) + total.square().sum(dim=0)
                     counts[module] = counts.get(module, 0) + total.shape[0]
@@ -335,8 +344,14 @@ class _Passes:
         for module, square in squares.items():
             self.tally.add(replace(self.blank[own[module][0]], potential=square / (2 * counts[module])))
 
-    def _stream(self, batch: Any, on_grad: Callable[[str, torch.Tensor], None]) -> None:
-        """One forward and backward pass; every gradient is handed over as it appears, then let go."""
+    def _stream(
+        self,
+        batch: Any,
+        on_grad: Callable[[str, torch.Tensor], None],
+        into: Callable[[], list[torch.Tensor]] | None = None,
+    ) -> None:
+        """One forward and backward pass; every gradient is handed over as it appears, then let go. Backward goes as far as
+        these parameters, or what is `into`."""
 
         def hook(name: str) -> Callable[[torch.Tensor], None]:
             def take(param: torch.Tensor) -> None:
@@ -353,7 +368,7 @@ class _Passes:
                 value = _finite_loss(self.model, self.loss, batch)
             if value.requires_grad:  # into these parameters alone: the loss may have some of its own
                 scaled = value * self.scale if self.scale != 1.0 else value
-                torch.autograd.backward(scaled, inputs=list(self.params.values()))
+                torch.autograd.backward(scaled, inputs=into() if into is not None else list(self.params.values()))
         finally:
             for handle in handles:
                 handle.remove()

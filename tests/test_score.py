@@ -258,7 +258,7 @@ def held(model: nn.Module, run: Callable[[], Any]) -> list[int]:
     return amounts
 
 
-@pytest.mark.parametrize("signal", [ONE_BATCH, score.grad_norm(), score.fisher()], ids=lambda s: s.name)
+@pytest.mark.parametrize("signal", [ONE_BATCH, score.grad_norm()], ids=lambda s: s.name)
 def test_gradients_stream(signal: score.Signal) -> None:
     """At most one gradient stands at a time, and none afterwards."""
     model, loss, batch = ZOO["branches"].make()
@@ -266,6 +266,15 @@ def test_gradients_stream(signal: score.Signal) -> None:
     amounts = held(model, lambda: probe(signal, model, sgd(model), loss, batch))
     assert len(amounts) == len(list(model.parameters()))
     assert max(amounts) == largest
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_fisher_computes_hardly_a_gradient_of_a_parameter() -> None:
+    """What it reads are gradients of outputs: beside them comes the smallest gradient of each module that is the first."""
+    model, loss, batch = ZOO["branches"].make()
+    first = model.blocks[0].conv.weight, model.blocks[0].shortcut.bias
+    amounts = held(model, lambda: probe(score.fisher(), model, sgd(model), loss, batch))
+    assert sorted(amounts) == sorted(4 * param.numel() for param in first)
     assert all(param.grad is None for param in model.parameters())
 
 
