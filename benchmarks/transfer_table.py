@@ -108,8 +108,10 @@ def _notes(mine: Cells, whole: dict[str, Cells], device: str) -> list[str]:
             f"`{TO}`: seconds until the mean validation accuracy over seeds is {goal:.1%}, and of the whole run of `{FULL}`; "
             f"`no`: the best that was reached."
         )
-    if any("later_peak_bytes" in c for c in mine):
-        out.append("`peak MB`: all that was allocated at most; `later MB`: after profiling, what captured steps hold included.")
+    if device == "cuda":
+        later = any("later_peak_bytes" in c for c in mine)
+        held = "`later MB`: after profiling, with it" if later else "that is in no column"
+        out.append(f"`peak MB`: all that was allocated at most; captured steps hold what they need beside that: {held}.")
     seconds = "CPU time of one thread" if device == "cpu" else "synchronised wall time"
     out.append(f"Accuracies: mean (range, seeds). Time: {seconds}.")
     for what in ("start", "order"):
@@ -122,4 +124,5 @@ def _notes(mine: Cells, whole: dict[str, Cells], device: str) -> list[str]:
             out.append(f"NOT COMPARABLE: runs of seed {odd[0]} had more than one {what}.")
     out += list(dict.fromkeys(f"- {c['method']}, lr {c['lr']:g}: {c['failed']}" for c in mine if "failed" in c))
     told = [line for line in out if not line.startswith("- ")]
-    return ["\n\n".join(told), "", *out[len(told) :]]
+    failed = out[len(told) :]
+    return ["\n\n".join(told), *([""] if failed else []), *failed]

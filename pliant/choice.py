@@ -104,6 +104,9 @@ class Choice:
 
     def _asks(self, now: Progress) -> bool:
         """Whether the schedule asks for another choice."""
+        left = now.total_steps - now.step if now.total_steps is not None else 0
+        if 0 < left < self.policy.when.lasts and not self._is_unscored:
+            return False
         return self.policy.when.due(now, self._last, self.drift.amount)
 
     def is_off(self, now: Progress, correct: bool, toll: float = 0.0) -> bool:
@@ -127,8 +130,9 @@ class Choice:
         """The policy that plans: before anything was scored, nothing is chosen but what always is, whatever the solver."""
         return replace(policy, solver=lambda problem: problem.always) if self._is_unscored else policy
 
-    def again(self, now: Progress) -> Selection | None:
-        """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked.
+    def again(self, now: Progress, toll: float = 0.0) -> Selection | None:
+        """Plan the same round anew; None where that changes nothing or comes no nearer to what was asked. Two choices take
+        turns only where another one has no `toll`, and what one overspends the other makes up for.
 
         Where a step took more bytes than it may, another selection is tried; if there is none, that is an error.
         """
@@ -139,7 +143,8 @@ class Choice:
         moved, asked = self._budget_moved(now), self.asked_seconds(now) if self.correct else None
         near = () if moved else self.selection.units  # another budget is no correction
         up = self._one_up() if asked is not None and near else math.inf
-        aim = up * (1 + 1e-8) if asked is not None and self.feedback.takes_turns(up, asked) else None
+        turns = asked is not None and not toll and not callable(self.policy.budget.time)
+        aim = up * (1 + 1e-8) if turns and asked is not None and self.feedback.wants_next_up(up, asked) else None
         selection = self._known(now, aim)
         if selection is None:
             correction = aim / asked if aim is not None and asked is not None else None
@@ -154,7 +159,7 @@ class Choice:
         return None
 
     def _one_up(self) -> float:
-        """The seconds of a step with the least that adds to what is in force; infinite where nothing does."""
+        """The seconds of a step with the least that adds to what is in force, by time alone; infinite where nothing does."""
         if self.profile is None or self.selection is None:
             raise RuntimeError("nothing is chosen yet.")
         chosen = set(self.selection.units)
@@ -240,12 +245,11 @@ class Choice:
             return None
         return self.policy.budget.limits(self.profile.full, now).get("seconds")
 
-    def measured(self, seconds: Sequence[float], now: Progress, pause: float, costly: bool = False) -> None:
-        """Steps of the selection in force took so long; between two corrections so many seconds must pass. Where another choice
-        is `costly`, what was saved or overspent is made up for slowly."""
+    def measured(self, seconds: Sequence[float], now: Progress, pause: float, left: int = 0) -> None:
+        """Steps of the selection in force took so long; between two corrections so many seconds must pass. `left`: the steps
+        that are still to come, where another choice is costly, so that what was saved or overspent is made up for slowly."""
         given = self.policy.budget.time
         share = not isinstance(given(now) if callable(given) else given, str)
-        left = now.total_steps - now.step if costly and now.total_steps is not None else 0
         self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share, pause=pause, left=left)
 
     def wants_bytes(self, batch: int) -> bool:

@@ -103,8 +103,8 @@ class Pace:
         self._before = 0.0  # in sessions that this one goes on from
         self._first: float | None = None  # when training began
         self.spent = {"profiling": 0.0, "choosing": 0.0}
-        self._correcting = self.dearest = 0.0
-        self._corrections = 0  # `dearest`: the seconds of the one that took longest
+        self._correcting = self._dearest = 0.0
+        self._corrections = 0
 
     @property
     def elapsed(self) -> float:
@@ -131,8 +131,13 @@ class Pace:
         finally:
             took = self.elapsed - start
             self._correcting += took
-            self.dearest = max(self.dearest, took)
+            self._dearest = max(self._dearest, took)
             self._corrections += 1
+
+    @property
+    def per_correction(self) -> float:
+        """Seconds that a correction takes, in the mean so far."""
+        return self._correcting / self._corrections if self._corrections else 0.0
 
     @property
     def may_correct(self) -> bool:
@@ -146,7 +151,7 @@ class Pace:
 
     def _wait(self, more: int) -> float:
         """Seconds until so many more corrections, each like the dearest so far, are within what they may take."""
-        return (self._correcting + more * self.dearest) / self._most_correcting - self.elapsed
+        return (self._correcting + more * self._dearest) / self._most_correcting - self.elapsed
 
     def aside(self, steps: int, mean_step: float | None) -> float:
         """Seconds that pass beside a step of `mean_step` seconds, on average."""
@@ -158,14 +163,14 @@ class Pace:
         return {
             "elapsed": self.elapsed,
             "spent": dict(self.spent),
-            "correcting": [self._correcting, self.dearest, self._corrections],
+            "correcting": [self._correcting, self._dearest, self._corrections],
             "first": self._first,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._opened, self._before = self._now(), state["elapsed"]
         self._first, self.spent = state["first"], dict(state["spent"])
-        self._correcting, self.dearest, self._corrections = state["correcting"]
+        self._correcting, self._dearest, self._corrections = state["correcting"]
 
 
 class Laps:

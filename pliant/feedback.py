@@ -10,6 +10,7 @@ from typing import Any
 WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
 _PAY_BACK = 50  # steps within which seconds that were saved or overspent are made up for at the soonest: else choices swing
 _CHANCE = 10  # steps after which a correction must have shown
+_FEW = 5  # steps: the capture of a choice may be most of what fewer of them took
 _LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
 _FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
@@ -92,7 +93,7 @@ class Feedback:
         """Steps of the selection in force. `pays`: what this one misses, later ones make up for. `pause`: the seconds that
         must pass between two corrections. `left`: the steps that are still to come, where half of them is soon enough to make
         up for something: another choice is costly there. So what steps of this one take is believed at once, not little by
-        little, and the first of them, which pay for it, are owed but do not tell what the others take.
+        little; the first of them, which pay for it, do not tell what the others take, and few are no sign at all.
 
         A `share` is one of a full step as fast as this device takes it undisturbed, so what disturbs steps is left out: all of
         them count as the quick ones among them do.
@@ -101,12 +102,14 @@ class Feedback:
             return
         now, middle = self.rounds[-1], sorted(seconds)[len(seconds) // 4] if share else median(seconds)
         tame = [middle if share else min(s, _WILD * middle) for s in seconds]
-        if now.predicted > 0 and middle > 0:
+        tells = not left or len(seconds) >= _FEW
+        if tells and now.predicted > 0 and middle > 0:
             seen = middle / now.predicted
             at_once = left > 0 or (self.recent is None and len(self.rounds) == 1)
             self.ratio = seen if at_once else (self.ratio + seen) / 2
-        self.recent = middle if left > 0 else fmean(tame)
-        self.horizon = max(_PAY_BACK, pause / self.recent if self.recent > 0 else 0.0, left / 2)
+        if tells:
+            self.recent = middle if left > 0 else fmean(tame)
+        self.horizon = max(_PAY_BACK, pause / self.recent if self.recent else 0.0, left / 2)
         now.seconds += sum(seconds)
         now.steps += len(seconds)
         self.debt = self.debt + sum(asked - s for s in tame) if asked is not None and pays else 0.0
@@ -129,7 +132,7 @@ class Feedback:
         target = self.target(asked)
         return self.recent is None or abs(self._expected(predicted) - target) < abs(self.recent - target)
 
-    def takes_turns(self, predicted: float, asked: float) -> bool:
+    def wants_next_up(self, predicted: float, asked: float) -> bool:
         """Whether steps take much less than was asked, and a few of the next choice up, of which so much is predicted, would
         come nearer to it: with both in turn the mean step is met, where nothing lies between them."""
         if self.recent is None or asked - self.recent <= 2 * WITHIN * asked:

@@ -21,6 +21,7 @@ class Schedule:
     needs_epochs: bool = False
     watches: bool = False
     comes_due: bool = True  # ever
+    lasts: int = 0  # steps: where a run has fewer left, nothing is chosen again
 
 
 def once() -> Schedule:
@@ -94,13 +95,11 @@ def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = N
 
     def due(now: Progress, last: Progress, drift: float | None) -> bool:
         since = now.step - last.step
-        if now.total_steps is not None and now.total_steps - now.step < at_least:
-            return False
         if at_most is not None and since >= at_most:
             return True
         return since >= at_least and drift is not None and drift > threshold
 
-    return Schedule(f"on drift > {threshold}", due, watches=True)
+    return Schedule(f"on drift > {threshold}", due, watches=True, lasts=at_least)
 
 
 def ramp(start: float, end: float, until: float = 1.0) -> Callable[[Progress], float]:

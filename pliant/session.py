@@ -401,10 +401,10 @@ class Session:
         # A correction that moves the boundary costs all that is cached.
         may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on and self._choice.spared < 1
         capture = self._engine.seconds_per_choice
-        toll = (capture + self._pace.dearest) / self._left if capture else 0.0
+        toll = (capture + self._pace.per_correction) / self._left if capture else 0.0
         if self._choice.is_off(self.progress, looked and may, toll):
             with self._pace.correcting():
-                selection = self._choice.again(self.progress)
+                selection = self._choice.again(self.progress, toll)
                 if selection is not None:
                     self._use(selection, (start, self._laps.watch.mark()))
         try:
@@ -419,8 +419,8 @@ class Session:
 
     def _look_at_steps(self) -> None:
         """Let the closed loop see what the last steps took."""
-        costly = self._engine.seconds_per_choice > 0
-        self._choice.measured(self._laps.take(), self.progress, self._pace.pause, costly)
+        left = self._left if self._engine.seconds_per_choice > 0 else 0
+        self._choice.measured(self._laps.take(), self.progress, self._pace.pause, left)
         why = self._choice.out_of_reach
         if why is not None and why != self._told:
             self._told = why

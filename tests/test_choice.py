@@ -448,6 +448,36 @@ def test_a_first_score_that_fails_is_taken_with_the_next_batch(start: Open) -> N
         assert len(train(session, 1)[0].units) > 1
 
 
+@pytest.mark.parametrize(("total", "rounds"), [(None, 5), (99, 4), (100, 5), (59, 2)])
+def test_on_drift_leaves_the_end_of_a_run_alone_that_is_too_short_to_pay_for_another_choice(
+    start: Open, total: int | None, rounds: int
+) -> None:
+    """Twenty steps at the least: what comes at step 80 of 99 would last for fewer."""
+    with start(by_gain(0.5, schedule.on_drift(2.0, at_least=20, at_most=20)), total_steps=total) as session:
+        assert len({selection.round for selection in train(session, total or 100)}) == rounds
+
+
+def test_a_head_that_waits_for_its_first_score_gets_one_at_the_end_of_a_run_too(start: Open) -> None:
+    waiting = replace(by_gain(0.5, schedule.on_drift(2.0, at_least=20, at_most=25)), start="head")
+    with start(waiting, total_steps=40) as session:
+        assert {selection.round for selection in train(session, 40)} == {0, 1}
+
+
+@pytest.mark.parametrize("share", [0.884, 0.95])
+def test_what_no_later_step_pays_back_is_not_overspent(start: Open, device: Device, share: float) -> None:
+    """A budget that is a function says itself what is left: choices do not take turns around it."""
+    torch.manual_seed(0)
+    model = Deep()
+    del model.layers[6:]
+    with start(by_gain(0.61, schedule.once()), copy.deepcopy(model)) as session:
+        least = train(session, 1)[0].cost.seconds
+        asked = least / share / session.profile.full.seconds
+    device.now = 0.0
+    with start(by_gain(lambda now: asked, schedule.once()), copy.deepcopy(model)) as session:
+        train(session, 150)
+        assert device.now / 150 <= asked * session.profile.full.seconds
+
+
 def test_before_the_first_score_nothing_is_out_of_reach_and_another_optimizer_asks_for_none(
     start: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -247,3 +247,13 @@ def test_a_lap_that_is_dropped_does_not_count_and_saved_ones_go_on() -> None:
     later.load(laps.peek())
     ran(later, hand, 2.0)
     assert later.take() == [1.0, 2.0]
+
+
+def test_a_correction_is_charged_for_what_corrections_take_in_the_mean() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    assert pace.per_correction == 0.0
+    for took in (0.1, 0.3):
+        with pace.correcting():
+            now[0] += took
+    assert pace.per_correction == pytest.approx(0.2)

@@ -51,19 +51,23 @@ def test_the_first_look_sets_the_ratio_and_later_ones_move_it_half_way() -> None
 
 def test_where_another_choice_is_costly_what_was_seen_last_is_believed_at_once() -> None:
     feedback = following(predicted=2.0)
-    feedback.see([3.0], ASKED, left=1000)
-    feedback.see([5.0], ASKED, left=1000)
+    feedback.see([3.0] * 5, ASKED, left=1000)
+    feedback.see([5.0] * 5, ASKED, left=1000)
     assert feedback.ratio == 2.5
 
 
-def test_where_another_choice_is_costly_the_steps_that_pay_for_it_are_owed_and_nothing_else() -> None:
-    """A capture would else look like steps that are too slow, and be answered by another one."""
+def test_where_another_choice_is_costly_the_steps_that_pay_for_it_tell_nothing_of_the_others() -> None:
+    """A capture would else look like steps that are too slow, and be answered by another one. It is owed, as far as a disturbed
+    step is."""
     paying, replays = [ASKED * 10, ASKED * 40], [ASKED] * 8
     feedback = following(predicted=ASKED)
     feedback.see([*paying, *replays], ASKED, left=1000)
     assert feedback.recent == ASKED and feedback.ratio == 1
     assert feedback.debt == -2 * ASKED
     assert not feedback.is_off(ASKED)
+    feedback.see(paying, ASKED, left=1000)  # and too few to tell them apart
+    assert feedback.recent == ASKED and feedback.ratio == 1
+    assert feedback.rounds[-1].steps == 12
 
 
 def test_without_a_prediction_there_is_no_ratio() -> None:

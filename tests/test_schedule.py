@@ -117,11 +117,6 @@ def test_on_drift_chooses_at_the_latest_when_told() -> None:
     assert due_steps(schedule, 60, drift=1.0) == [20, 40]
 
 
-def test_on_drift_leaves_the_end_of_a_run_alone_that_is_too_short_to_pay_for_another_choice() -> None:
-    assert due_steps(on_drift(0.3, at_least=20), 100, drift=1.0, total_steps=99) == [20, 40, 60]
-    assert due_steps(on_drift(0.3, at_least=20, at_most=50), 120, drift=None, total_steps=119) == [50]
-
-
 @laws(100)
 @given(st.floats(0.05, 1), st.floats(0.05, 1), st.floats(0.1, 1), st.integers(1, 1000), st.integers(0, 2000))
 def test_a_ramp_stays_between_its_ends(start: float, end: float, until: float, total: int, step: int) -> None:
