@@ -53,6 +53,7 @@ from training import clock
 from pliant import Budget, BudgetError, Part, Policy, Session, measure, recipes, score, solve, units
 from pliant.apply import NormRule, Norms, sandbox
 from pliant.engine.lean import Lean
+from pliant.engine.places import Places
 from pliant.engine.slices import Slices
 from pliant.graph import Graph, read, trainable
 from pliant.memory import Live, storage
@@ -137,8 +138,10 @@ def checkpointed(model: nn.Module, chosen: Collection[str], norm: NormRule) -> F
 def lean(model: nn.Module, chosen: Collection[str], norm: NormRule) -> Forward:
     forward = plain(model, chosen, norm)
 
+    places = Places(model)
+
     def under_lean(batch: Any) -> torch.Tensor:
-        with Lean():
+        with Lean(None, places):
             return forward(batch)
 
     return under_lean

@@ -24,6 +24,7 @@ from pliant.engine.features import Features
 from pliant.engine.graphs import Graphs, Work
 from pliant.engine.lean import Lean
 from pliant.engine.made import Made
+from pliant.engine.places import Places
 from pliant.engine.prefix import Found, Prefix
 from pliant.engine.rest import scales, watch_norms
 from pliant.engine.slices import Sliced, Slices, check_elementwise
@@ -61,6 +62,7 @@ class Engine:
         self.race = Race(self._allowed(Budget()))
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_norms(model)
+        self._places = Places(model)
         self._graphs: Graphs | None = None
         self._choice: Hashable = None
         self._told: dict[str, str] = {}
@@ -297,7 +299,7 @@ class Engine:
         return self._captured(graphs, (found.rows, own, bare), work, part, partial(self._prepare, batch, ids), needed)
 
     def _loss_of(self, batch: Any, ids: Any, found: Found | None = None) -> torch.Tensor:
-        with ENGINES[self.keeps](self.slices) as inside:
+        with self.forward() as inside:
             value = self._forward(batch, ids, found)
         self.after(inside)
         return value
@@ -325,7 +327,9 @@ class Engine:
             self._prefix.run(lambda: compute_loss(self._model, self._loss, spare), spare, ids, self._sliced)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """What a forward pass of the caller's runs inside of; tell `after` of it when it is done."""
+        """What a forward pass runs inside of; tell `after` of it when it is done."""
+        if self.way.lean and not self.way.prefix and self.slices is None:
+            return ENGINES["lean"](None, self._places, self._choice)
         return ENGINES[self.keeps](self.slices)
 
     def after(self, inside: Any) -> None:

@@ -9,11 +9,13 @@ makes no copy of its input. An activation whose output the next layer keeps whol
 
 Functions without a rule keep what they always keep; those that are not known to need it are listed in `not_lean`.
 
-All this runs in Python once per function, and in small networks Python is what takes the time: the common ways are short.
+All this runs in Python once per function, and in small networks Python is what takes the time: the common ways are short, and
+from the second pass of a choice on only those modules are watched in which there is something to do (see `places`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from pliant.engine import kept
 from pliant.engine.kept import Pack, Packed
+from pliant.engine.places import Places
 from pliant.engine.rules import WAYS, keeps
 from pliant.engine.slices import Slices
 from pliant.recorder import SMALL
@@ -46,22 +49,44 @@ class Lean:
     {}
     """
 
-    def __init__(self, slices: Slices | None = None) -> None:
-        """`slices` of parameters that train, if any do."""
+    def __init__(self, slices: Slices | None = None, places: Places | None = None, choice: Hashable = None) -> None:
+        """`slices` of parameters that train, if any do. `places` know where in the model there is something to do for this
+        `choice`; without them, every function is looked at."""
         self.slices = slices
+        self._places, self._trains = places, choice
         self.not_lean: dict[str, int] = {}  # functions without a rule → bytes that they kept
         self.clipped: _Clipped | None = None  # by the function that ran just now, if it clips
-        self._mode = _Watcher(self)
+        self.watcher = _Watcher(self)
+        self.is_watching = False
 
     def __enter__(self) -> Lean:
         self._top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _none)
         self.around = self._top(False)  # of others: what they pack is what is kept
-        self._mode.__enter__()
+        if self._places is None or self._places.enter(self, self._trains):
+            self.watcher.__enter__()
+            self.is_watching = True
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
+        if self.is_watching:
+            self.watcher.__exit__(*error)
+        if self._places is not None:
+            self._places.exit(self, failed=error[0] is not None)
         self.settle(None, ())
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a torch function its way."""
+        if self.clipped is not None:
+            self.settle(func, args)
+        way = WAYS[func]
+        if way is None or not self.is_on:
+            return func(*args, **kwargs)
+        return way(self, func, args, kwargs)
+
+    def note(self) -> None:
+        """Something is done for the function that runs now."""
+        if self._places is not None:
+            self._places.note()
 
     @property
     def is_on(self) -> bool:
@@ -70,6 +95,7 @@ class Lean:
 
     def run(self, pack: Pack, func: Any, args: Any, kwargs: Any) -> Any:
         """A function, with what is kept for it packed so."""
+        self.note()
         _push(pack if self.around is None else partial(kept.inside, self.around, pack), kept.give_back)
         try:
             return func(*args, **kwargs)
@@ -78,6 +104,7 @@ class Lean:
 
     def run_clipping(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, list[Any]]:
         """A function that keeps nothing but its result, and what stands for that, which is to be filled in."""
+        self.note()
         there: list[Any] = []
         _push(lambda _: there, kept.give_back)
         try:
@@ -90,7 +117,9 @@ class Lean:
         if self.clipped is None:
             return
         (there, result, pack), self.clipped = self.clipped, None
-        if result._version == there[2] and not (keeps(func, args, result) and self.is_on):
+        if keeps(func, args, result) and self.is_on:
+            self.note()
+        elif result._version == there[2]:
             packed = pack(there[1])
             if packed[0] is not kept.unchanged:
                 there[:] = packed
@@ -111,16 +140,13 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         lean = self._lean
-        if lean.clipped is not None:
-            lean.settle(func, args)
         if lean.slices is not None:
+            if lean.clipped is not None:
+                lean.settle(func, args)
             out = lean.slices.call(func, args, kwargs)
             if out is not None:
                 return out
-        way = WAYS[func]
-        if way is None or not lean.is_on:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return way(lean, func, args, kwargs or {})
+        return lean.call(func, args, kwargs or {})
 
 
 def _none(_: bool) -> None:
