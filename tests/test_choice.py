@@ -120,6 +120,21 @@ def train(session: Session, steps: int) -> list[Selection]:
     return list(run(session, steps))
 
 
+def few_layers() -> nn.Module:
+    torch.manual_seed(0)
+    model = Deep()
+    del model.layers[6:]
+    return model
+
+
+def far_apart(start: Open) -> tuple[float, float]:
+    """The seconds of a choice of few layers above which there is nothing for a while, and of a full step."""
+    with start(by_gain(0.61, schedule.once()), few_layers()) as session:
+        least = train(session, 1)[0].cost.seconds
+        assert session._choice._one_up() > 1.12 * least
+        return least, session.profile.full.seconds
+
+
 def notes(log: Path) -> list[str]:
     return [told["text"] for told in map(json.loads, log.read_text().splitlines()) if told["event"] == "note"]
 
@@ -130,16 +145,10 @@ def notes(log: Path) -> list[str]:
 @pytest.mark.parametrize("over", [0.05, 0.07])
 def test_what_lies_between_two_choices_is_met_by_both_in_turn(start: Open, device: Device, over: float) -> None:
     """In a short run too: where the next choice up takes more than is owed for long, a few steps of it will do."""
-    torch.manual_seed(0)
-    model = Deep()
-    del model.layers[6:]
-    with start(by_gain(0.61, schedule.once()), copy.deepcopy(model)) as session:
-        least = train(session, 1)[0].cost.seconds
-        more = session._choice._one_up()
-        asked = (1 + over) * least / session.profile.full.seconds
-        assert more > 1.05 * (1 + over) * least  # nothing lies between
+    least, full = far_apart(start)
+    asked = (1 + over) * least / full
     device.now = 0.0
-    with start(by_gain(asked, schedule.once()), copy.deepcopy(model)) as session:
+    with start(by_gain(asked, schedule.once()), few_layers()) as session:
         chosen = train(session, 150)
         assert chosen[0].cost.seconds == least
         assert device.now / 150 == pytest.approx((1 + over) * least, rel=0.01)
@@ -466,16 +475,11 @@ def test_a_head_that_waits_for_its_first_score_gets_one_at_the_end_of_a_run_too(
 @pytest.mark.parametrize("share", [0.884, 0.95])
 def test_what_no_later_step_pays_back_is_not_overspent(start: Open, device: Device, share: float) -> None:
     """A budget that is a function says itself what is left: choices do not take turns around it."""
-    torch.manual_seed(0)
-    model = Deep()
-    del model.layers[6:]
-    with start(by_gain(0.61, schedule.once()), copy.deepcopy(model)) as session:
-        least = train(session, 1)[0].cost.seconds
-        asked = least / share / session.profile.full.seconds
+    least, full = far_apart(start)
     device.now = 0.0
-    with start(by_gain(lambda now: asked, schedule.once()), copy.deepcopy(model)) as session:
+    with start(by_gain(lambda now: least / share / full, schedule.once()), few_layers()) as session:
         train(session, 150)
-        assert device.now / 150 <= asked * session.profile.full.seconds
+        assert device.now / 150 <= least / share
 
 
 def test_before_the_first_score_nothing_is_out_of_reach_and_another_optimizer_asks_for_none(

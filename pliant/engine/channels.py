@@ -165,7 +165,8 @@ _WIDE_KERNELS_BY_PRODUCTS = platform.machine() in ("aarch64", "arm64")
 def _of_weight(grad: torch.Tensor, input: torch.Tensor, plan: Plan, at: Settings) -> torch.Tensor:
     """The gradient of what the plan says of a weight, in the way that is the faster one here."""
     exact = grad.device.type == "cpu" and grad.dtype in (torch.float32, torch.float64)
-    if exact and plan.groups == 1 and (_is_small(grad, plan) or (_WIDE_KERNELS_BY_PRODUCTS and plan.outputs)):
+    wide = _WIDE_KERNELS_BY_PRODUCTS and plan.outputs is not None and math.prod(plan.shape[2:]) > 1
+    if exact and plan.groups == 1 and (wide or _is_small(grad, plan)):
         return _by_products(grad, input, plan.shape, at)
     return _backward(grad, input, nothing(plan.shape, grad.dtype, grad.device), at, plan.groups, (False, True, False))[1]
 
