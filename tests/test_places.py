@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from zoo import ZOO
 
-from pliant import measure
+from pliant import Session, measure, recipes
 from pliant.engine import lean
 from pliant.engine.lean import Lean
 from pliant.engine.places import Places
@@ -142,7 +143,7 @@ def test_where_there_is_nothing_to_do_nothing_is_looked_at(monkeypatch: pytest.M
     run(model, loss, batch, Lean(None, places, "head"))
     with looked_at(monkeypatch) as third:
         run(model, loss, batch, Lean(None, places, "head"))
-    assert third == []
+    assert third == ["pad", "conv2d"]  # the first is a function that has no rule
 
 
 def test_another_choice_and_other_modes_are_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +219,110 @@ def test_a_forward_of_the_users_own_stays_and_counts() -> None:
     assert len(calls) == 3 and untouched(model)
 
 
+class Standardised(nn.Conv2d):
+    """A convolution that overrides what its forward calls."""
+
+    def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super()._conv_forward(input, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+class InPlace(nn.Module):
+    """What is clipped is changed in place, where nobody looks."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.act, self.head = nn.Conv2d(3, 3, 3, padding=1), act, nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.conv(x))
+        y += x
+        return self.head(y.mean((2, 3)))
+
+
+class Keywords(nn.Module):
+    """Called by name, with another padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular", bias=False)
+        self.last, self.act, self.head = nn.Conv2d(8, 8, 1, bias=False), nn.ReLU(), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.act(input=self.last(input=self.conv(self.first(x))))
+        return self.head(x.mean((2, 3)))
+
+
+class Static(nn.Module):
+    """Its forward is no method."""
+
+    class Tanh(nn.Module):
+        forward = staticmethod(torch.tanh)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act, self.head = nn.Conv2d(3, 8, 1), Static.Tanh(), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.act(F.relu6(self.conv(x))).mean((2, 3)))
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "another convolution": lambda: nn.Sequential(Standardised(3, 4, 3), nn.ReLU(), Standardised(4, 4, 10), nn.Flatten()),
+    "ReLU6, then in place": lambda: InPlace(nn.ReLU6(inplace=True)),
+    "Hardtanh, then in place": lambda: InPlace(nn.Hardtanh(-0.5, 0.5)),
+    "by keyword": Keywords,
+    "static": Static,
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_modules_have_the_gradients_of_plain_autograd_in_every_pass(name: str) -> None:
+    torch.manual_seed(0)
+    model = ODD[name]()
+    list(model.parameters())[2].requires_grad_(False)
+    batch = torch.randn(4, 3, 12, 12), torch.randint(0, 4, (4,))
+    twin, places, kept = copy.deepcopy(model), Places(model), []
+    for _ in range(3):
+        assert same(run(model, classify, batch, Lean(None, places)), run(twin, classify, batch, nullcontext()))
+        kept.append(measure.kept_bytes(model, classify, batch, around=lambda: Lean(None, places)))
+        assert untouched(model)
+    assert set(kept) == {measure.kept_bytes(twin, classify, batch, around=Lean)}
+
+
+def test_a_copy_that_is_made_inside_of_a_pass_is_one_of_its_own() -> None:
+    """As of a teacher that the loss makes when it is first called."""
+    model, _, batch = make()
+    places, teachers, saved = Places(model), [], []
+
+    def distil(model: nn.Module, batch: Batch) -> torch.Tensor:
+        teachers.append(copy.deepcopy(model))
+        saved.append(pickle.loads(pickle.dumps(model)))
+        for teacher in (teachers[-1], saved[-1]):
+            with torch.no_grad():
+                teacher.head.weight.zero_()
+                teacher.first.weight.mul_(3)
+        return classify(model, batch) + teachers[-1](batch[0]).square().mean()
+
+    alone = copy.deepcopy(model)
+    for _ in range(3):
+        assert same(run(model, distil, batch, Lean(None, places)), run(alone, distil, batch, Lean()))
+    with torch.no_grad():
+        for teacher in (*teachers, *saved):
+            assert torch.equal(teacher(batch[0]), teacher.head.bias.expand(4, 4))
+
+
+def test_a_forward_that_is_set_inside_of_a_pass_stays() -> None:
+    model, loss, batch = make()
+    places = Places(model)
+
+    def patching(model: nn.Module, batch: Batch) -> torch.Tensor:
+        model.act.forward = torch.tanh
+        return loss(model, batch)
+
+    run(model, patching, batch, Lean(None, places))
+    assert model.act.__dict__["forward"] is torch.tanh
+
+
 def test_hooks_of_modules_run_as_ever() -> None:
     model, loss, batch = make()
     places, calls = Places(model), []
@@ -245,3 +350,24 @@ def test_another_thread_is_not_watched() -> None:
         thread.join()
         assert inside.clipped is None
     assert torch.equal(out[0], torch.full((1, 8, 2, 2), 6.0))
+
+
+def test_a_pass_of_the_callers_that_fails_halfway_tells_nothing() -> None:
+    """As where memory runs out, and the next batch is smaller."""
+    model, loss, batch = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with Session(model, optimizer, loss, recipes.full(), engine="lean") as session:
+        session.before_step(batch)
+        handle = model.block.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            loss(model, batch)
+        handle.remove()
+        known = session._engine._places._known
+        assert not known and untouched(model)
+        session.before_step(batch)
+        loss(model, batch).backward()
+        assert len(known) == 1 and untouched(model)

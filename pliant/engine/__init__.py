@@ -6,6 +6,7 @@ takes it from a cache, `graphs` launches a whole step at once. `ways` picks amon
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -379,7 +380,7 @@ class _CallersStep:
         def leave(module: nn.Module, *_: Any) -> None:
             if inside and module is mine():
                 was, call = inside.pop(), after()
-                was.__exit__(None, None, None)
+                was.__exit__(*sys.exc_info())  # hooks are told nothing of an error, but run while it is handled
                 if call is not None:
                     call(was)
 
@@ -403,7 +404,7 @@ class _CallersStep:
     def close(self) -> None:
         """After the optimizer's step, or where none came."""
         while self._inside:  # a forward pass that was interrupted: hooks do not see that
-            self._inside.pop().__exit__(None, None, None)
+            self._inside.pop().__exit__(RuntimeError, None, None)
         self._standing.close()
         for handle in self._handles:
             handle.remove()

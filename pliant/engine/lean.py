@@ -58,13 +58,15 @@ class Lean:
         self.clipped: _Clipped | None = None  # by the function that ran just now, if it clips
         self.watcher = _Watcher(self)
         self.is_watching = False
+        self.may_wait = True  # whether what is clipped now may wait for the next function
+        self._clipping: torch.nn.Module | None = None  # the module that did so last, where notes are taken
 
     def __enter__(self) -> Lean:
         self._top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _none)
         self.around = self._top(False)  # of others: what they pack is what is kept
         if self._places is None or self._places.enter(self, self._trains):
             self.watcher.__enter__()
-            self.is_watching = True
+            self.is_watching = self.may_wait = True
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -117,12 +119,21 @@ class Lean:
         if self.clipped is None:
             return
         (there, result, pack), self.clipped = self.clipped, None
-        if keeps(func, args, result) and self.is_on:
+        kept_anyway = keeps(func, args, result) and self.is_on
+        if self._places is not None:
+            self._places.note_kept(self._clipping, kept_anyway)
+        if kept_anyway:
             self.note()
         elif result._version == there[2]:
-            packed = pack(there[1])
-            if packed[0] is not kept.unchanged:
-                there[:] = packed
+            _pack_(there, pack)
+
+    def has_clipped(self, there: list[Any], result: torch.Tensor, pack: Pack) -> None:
+        """A function that clips has run: what is kept for it is settled when the next one comes, or at once."""
+        if not self.may_wait:
+            _pack_(there, pack)
+            return
+        self.clipped = there, result, pack
+        self._clipping = self._places.note_clip() if self._places is not None else None
 
     def count(self, name: str, tensor: torch.Tensor) -> Packed:
         """Keep a tensor for a function without a rule, and note it."""
@@ -147,6 +158,13 @@ class _Watcher(TorchFunctionMode):
             if out is not None:
                 return out
         return lean.call(func, args, kwargs or {})
+
+
+def _pack_(there: list[Any], pack: Pack) -> None:
+    """Keep less in place of a tensor, where that is less."""
+    packed = pack(there[1])
+    if packed[0] is not kept.unchanged:
+        there[:] = packed
 
 
 def _none(_: bool) -> None:

@@ -7,7 +7,7 @@ where it does nothing but call one function, without it: for the time of the pas
 where `forward` of an instance goes before that of its class.
 
 A pass that takes another way than the one that was watched, and does there what would have to be watched, keeps what plain
-autograd keeps: more, but never anything wrong.
+autograd keeps. What is clipped waits to see whether the next layer keeps it only where it did so in the pass that was watched.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from threading import get_ident
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pliant.engine.rules import FORWARD
+from pliant.engine.rules import FORWARD, PLAIN_CONVOLUTIONS
 
 if TYPE_CHECKING:
     from pliant.engine.lean import Lean
@@ -28,9 +29,27 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 
 _REMEMBERED = 8  # choices and modes
+_INNER = "_conv_forward"  # what the forward of a convolution calls, for others to override
 
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
+
+
+class _StandIn:
+    """Stands for a module's forward. A copy of the module, and a pickled one, have that of their class."""
+
+    def __init__(self, module: nn.Module, run: Forward) -> None:
+        self._module, self._run = module, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        copied = memo.get(id(self._module))
+        return self._run if copied is None else MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")  # which has nothing of its own yet when that is called
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,21 +58,30 @@ class _Place:
 
     module: nn.Module
     own: Forward | None  # of the instance, if it has one of its own
-    of_class: Forward
-    stand_in: Forward
+    of_class: tuple[Any, Any]  # the forward of its class, and what it calls if it is a convolution
+    stand_in: _StandIn
 
     @property
     def is_as_it_was(self) -> bool:
-        return self.module.__dict__.get("forward") is self.own and type(self.module).forward is self.of_class
+        own = self.module.__dict__
+        return own.get("forward") is self.own and _INNER not in own and _of_class(self.module) == self.of_class
 
     def take_(self) -> None:
         self.module.__dict__["forward"] = self.stand_in
 
     def leave_(self) -> None:
+        own = self.module.__dict__
+        if own.get("forward") is not self.stand_in:  # somebody set another one meanwhile
+            return
         if self.own is not None:
-            self.module.__dict__["forward"] = self.own
+            own["forward"] = self.own
         else:
-            self.module.__dict__.pop("forward", None)
+            del own["forward"]
+
+
+def _of_class(module: nn.Module) -> tuple[Any, Any]:
+    kind = type(module)
+    return kind.forward, getattr(kind, _INNER, None)
 
 
 class Places:
@@ -67,6 +95,7 @@ class Places:
         self._key: Hashable = None  # of a pass that takes notes
         self._inside: list[nn.Module] = []  # that run now, while all is watched
         self._found: dict[nn.Module, None] | None = None  # in the order of a pass; None: somewhere outside of modules too
+        self._clips: dict[nn.Module, bool] = {}  # whether the next layer always kept what it clips
         self._taken: list[_Place] = []
         self._lean: Lean | None = None
         self._thread = 0
@@ -75,7 +104,6 @@ class Places:
         """A pass begins. Gives whether it is to be watched everywhere."""
         if not self._can or self._lean is not None:  # or it begins inside of another one
             return True
-        self._lean, self._thread = lean, get_ident()
         key = choice, tuple([module.training for module in self._modules])
         known = self._known.get(key, ())
         if known is None:
@@ -83,8 +111,9 @@ class Places:
         if key in self._known and all(place.is_as_it_was for place in known):
             self._taken = list(known)
         else:
-            self._key, self._found, self._inside = key, {}, []
+            self._key, self._found, self._inside, self._clips = key, {}, [], {}
             self._taken = [self._place(module, self._noting) for module in self._modules[1:]]
+        self._lean, self._thread = lean, get_ident()
         for place in self._taken:
             place.take_()
         return self._key is not None
@@ -97,7 +126,7 @@ class Places:
             place.leave_()
         if self._key is not None and not failed:
             found = self._found
-            if len(self._known) >= _REMEMBERED:
+            if len(self._known) >= _REMEMBERED and self._key not in self._known:
                 del self._known[next(iter(self._known))]
             self._known[self._key] = None if found is None else [self._place(module, self._watching) for module in found]
         self._taken, self._key, self._lean = [], None, None
@@ -111,9 +140,18 @@ class Places:
         else:
             self._found = None
 
+    def note_clip(self) -> nn.Module | None:
+        """The module that clips now, if notes are taken."""
+        return self._inside[-1] if self._key is not None and self._inside else None
+
+    def note_kept(self, clipping: nn.Module | None, kept: bool) -> None:
+        """Whether the layer after it kept what this module had clipped."""
+        if clipping is not None and self._key is not None:
+            self._clips[clipping] = self._clips.get(clipping, True) and kept
+
     def _place(self, module: nn.Module, how: Callable[[nn.Module, Forward], Forward]) -> _Place:
-        own, of_class = module.__dict__.get("forward"), type(module).forward
-        return _Place(module, own, of_class, how(module, own if own is not None else of_class.__get__(module)))
+        own = module.__dict__.get("forward")
+        return _Place(module, own, _of_class(module), _StandIn(module, how(module, module.forward)))
 
     def _noting(self, module: nn.Module, forward: Forward) -> Forward:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -128,19 +166,13 @@ class Places:
         return noted
 
     def _watching(self, module: nn.Module, forward: Forward) -> Forward:
-        direct = FORWARD.get(type(module).forward) if "forward" not in module.__dict__ else None
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            lean = self._lean
-            if lean is None or lean.is_watching or kwargs or len(args) != 1 or get_ident() != self._thread:
-                return forward(*args, **kwargs)
-            return direct(lean, module, args[0])  # type: ignore[misc]  # there is one where this is called
+        direct, waits = _direct(module), self._clips.get(module, False)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             lean = self._lean
             if lean is None or lean.is_watching or get_ident() != self._thread:
                 return forward(*args, **kwargs)
-            lean.is_watching = True
+            lean.is_watching, lean.may_wait = True, waits
             _push(lean.watcher)
             try:
                 return forward(*args, **kwargs)
@@ -148,4 +180,21 @@ class Places:
                 _pop()
                 lean.is_watching = False
 
+        def called(*args: Any, **kwargs: Any) -> Any:
+            lean = self._lean
+            if lean is None or lean.is_watching or kwargs or len(args) != 1 or get_ident() != self._thread:
+                return watched(*args, **kwargs)
+            lean.may_wait = waits
+            return direct(lean, module, args[0])  # type: ignore[misc]  # there is one where this is called
+
         return watched if direct is None else called
+
+
+def _direct(module: nn.Module) -> Callable[[Lean, Any, Any], Any] | None:
+    """What runs a module that does nothing but call one function; None where it may do something else."""
+    forward, inner = _of_class(module)
+    if "forward" in module.__dict__ or _INNER in module.__dict__:
+        return None
+    if inner is not None and (inner not in PLAIN_CONVOLUTIONS or getattr(module, "padding_mode", "zeros") != "zeros"):
+        return None
+    return FORWARD.get(forward)

@@ -108,7 +108,7 @@ def _relu(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
         return lean.run(_ABOVE_0, func, args, kwargs)
     out, there = lean.run_clipping(func, args, kwargs)
     there += kept.unchanged, out.detach(), out._version
-    lean.clipped = there, out, _ABOVE_0
+    lean.has_clipped(there, out, _ABOVE_0)
     return out
 
 
@@ -150,7 +150,7 @@ def _clip(lean: Lean, func: Any, args: Any, kwargs: Any, input: Any, low: float,
     else:
         out, there = lean.run_clipping(func, args, kwargs)
         there += kept.unchanged, out.detach(), out._version
-    lean.clipped = there, out, pack
+    lean.has_clipped(there, out, pack)
     return out
 
 
@@ -213,8 +213,6 @@ WAYS = _Ways(
 
 
 def _of_convolution(func: Any, lean: Lean, module: Any, input: Any) -> Any:
-    if module.padding_mode != "zeros":
-        return type(module).forward(module, input)
     layer = module.stride, module.padding, module.dilation, module.groups
     return lean.call(func, (input, module.weight, module.bias, *layer), {})
 
@@ -235,6 +233,7 @@ def _of_clip(lean: Lean, module: Any, input: Any) -> Any:
     return lean.call(F.hardtanh, (input, module.min_val, module.max_val, module.inplace), {})
 
 
+PLAIN_CONVOLUTIONS = frozenset((nn.Conv1d._conv_forward, nn.Conv2d._conv_forward))
 # The forward of a class → the same by way of an engine: (engine, module, input) → result.
 FORWARD: dict[Any, Callable[[Lean, Any, Any], Any]] = {
     nn.Conv1d.forward: partial(_of_convolution, torch.conv1d),
