@@ -143,12 +143,12 @@ class Choice:
         moved, asked = self._budget_moved(now), self.asked_seconds(now) if self.correct else None
         near = () if moved else self.selection.units  # another budget is no correction
         up = self._one_up() if asked is not None and near else math.inf
-        turns = asked is not None and not toll and not callable(self.policy.budget.time)
-        aim = up * (1 + 1e-8) if turns and asked is not None and self.feedback.wants_next_up(up, asked) else None
+        aim = None
+        if asked is not None and not toll and not callable(self.policy.budget.time) and self.feedback.wants_next_up(up, asked):
+            aim = up * (1 + 1e-8)
         selection = self._known(now, aim)
         if selection is None:
-            correction = aim / asked if aim is not None and asked is not None else None
-            selection = self._plan(replace(now, round=self.selection.round), near, correction)
+            selection = self._plan(replace(now, round=self.selection.round), near, aim)
             if near and selection.units == near and "seconds" in selection.limit:  # until something more is within reach
                 within = max(selection.limit["seconds"], up * (1 - 1e-8))
                 self._remember(replace(selection, limit={**selection.limit, "seconds": within}))
@@ -347,13 +347,16 @@ class Choice:
     def _next_round(self) -> int:
         return self.selection.round + 1 if self.selection is not None else 0
 
-    def _plan(self, now: Progress, near: Sequence[Unit] = (), correction: float | None = None) -> Selection:
-        """`correction`: what to plan for, over what was asked, if not what the steps so far tell."""
+    def _plan(self, now: Progress, near: Sequence[Unit] = (), aim: float | None = None) -> Selection:
+        """`aim`: the seconds to plan for, if not what the steps so far tell."""
         if self.profile is None:
             raise RuntimeError("nothing is measured yet: look() comes first.")
-        if correction is None and self.feedback.rounds:  # at the start, a budget that cannot be kept is an error
+        correction = None  # at the start, a budget that cannot be kept is an error
+        if self.feedback.rounds:
             asked = self.asked_seconds(now)
-            correction = self.feedback.correction(asked) if asked is not None and self.correct else 1.0
+            correction = 1.0
+            if asked is not None and self.correct:
+                correction = self.feedback.correction(asked) if aim is None else aim / asked
         selection = plan(self._deciding(self.policy), self.profile, self._values, now, correction, self._within(now), near)
         self._remember(selection)
         return selection

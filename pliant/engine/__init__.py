@@ -329,7 +329,7 @@ class Engine:
 
     def forward(self) -> AbstractContextManager[Any]:
         """What a forward pass runs inside of; tell `after` of it when it is done."""
-        if self.way.lean and not self.way.prefix and self.slices is None:
+        if self.way == Way(lean=True) and self.slices is None:  # a captured step pays for no Python
             return ENGINES["lean"](None, self._places, self._choice)
         return ENGINES[self.keeps](self.slices)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pliant.engine.rules import FORWARD, PLAIN_CONVOLUTIONS
+from pliant.engine.direct import INNER, direct_forward, of_class
 
 if TYPE_CHECKING:
     from pliant.engine.lean import Lean
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Forward = Callable[..., Any]
 
 _REMEMBERED = 8  # choices and modes
-_INNER = "_conv_forward"  # what the forward of a convolution calls, for others to override
 
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
@@ -58,13 +57,13 @@ class _Place:
 
     module: nn.Module
     own: Forward | None  # of the instance, if it has one of its own
-    of_class: tuple[Any, Any]  # the forward of its class, and what it calls if it is a convolution
+    kind: tuple[Any, Any]  # the forward of its class, and what it calls if it is a convolution
     stand_in: _StandIn
 
     @property
     def is_as_it_was(self) -> bool:
         own = self.module.__dict__
-        return own.get("forward") is self.own and _INNER not in own and _of_class(self.module) == self.of_class
+        return own.get("forward") is self.own and INNER not in own and of_class(self.module) == self.kind
 
     def take_(self) -> None:
         self.module.__dict__["forward"] = self.stand_in
@@ -77,11 +76,6 @@ class _Place:
             own["forward"] = self.own
         else:
             del own["forward"]
-
-
-def _of_class(module: nn.Module) -> tuple[Any, Any]:
-    kind = type(module)
-    return kind.forward, getattr(kind, _INNER, None)
 
 
 class Places:
@@ -151,7 +145,7 @@ class Places:
 
     def _place(self, module: nn.Module, how: Callable[[nn.Module, Forward], Forward]) -> _Place:
         own = module.__dict__.get("forward")
-        return _Place(module, own, _of_class(module), _StandIn(module, how(module, module.forward)))
+        return _Place(module, own, of_class(module), _StandIn(module, how(module, module.forward)))
 
     def _noting(self, module: nn.Module, forward: Forward) -> Forward:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +160,7 @@ class Places:
         return noted
 
     def _watching(self, module: nn.Module, forward: Forward) -> Forward:
-        direct, waits = _direct(module), self._clips.get(module, False)
+        direct, waits = direct_forward(module), self._clips.get(module, False)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             lean = self._lean
@@ -188,13 +182,3 @@ class Places:
             return direct(lean, module, args[0])  # type: ignore[misc]  # there is one where this is called
 
         return watched if direct is None else called
-
-
-def _direct(module: nn.Module) -> Callable[[Lean, Any, Any], Any] | None:
-    """What runs a module that does nothing but call one function; None where it may do something else."""
-    forward, inner = _of_class(module)
-    if "forward" in module.__dict__ or _INNER in module.__dict__:
-        return None
-    if inner is not None and (inner not in PLAIN_CONVOLUTIONS or getattr(module, "padding_mode", "zeros") != "zeros"):
-        return None
-    return FORWARD.get(forward)

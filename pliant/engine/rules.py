@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pliant.engine import kept
 from pliant.engine.channels import as_autocast
@@ -207,42 +205,6 @@ WAYS = _Ways(
         F.batch_norm: _batch_norm,
     }
 )
-
-
-# ---------------------------------------------------------------- modules that do nothing but call a function
-
-
-def _of_convolution(func: Any, lean: Lean, module: Any, input: Any) -> Any:
-    layer = module.stride, module.padding, module.dilation, module.groups
-    return lean.call(func, (input, module.weight, module.bias, *layer), {})
-
-
-def _of_norm(lean: Lean, module: Any, input: Any) -> Any:
-    if module.training or module.running_var is None:
-        return type(module).forward(module, input)
-    module._check_input_dim(input)
-    own = module.running_mean, module.running_var, module.weight, module.bias
-    return lean.call(F.batch_norm, (input, *own, False, 0.0, module.eps), {})
-
-
-def _of_relu(lean: Lean, module: Any, input: Any) -> Any:
-    return lean.call(F.relu, (input, module.inplace), {})
-
-
-def _of_clip(lean: Lean, module: Any, input: Any) -> Any:
-    return lean.call(F.hardtanh, (input, module.min_val, module.max_val, module.inplace), {})
-
-
-PLAIN_CONVOLUTIONS = frozenset((nn.Conv1d._conv_forward, nn.Conv2d._conv_forward))
-# The forward of a class → the same by way of an engine: (engine, module, input) → result.
-FORWARD: dict[Any, Callable[[Lean, Any, Any], Any]] = {
-    nn.Conv1d.forward: partial(_of_convolution, torch.conv1d),
-    nn.Conv2d.forward: partial(_of_convolution, torch.conv2d),
-    _BatchNorm.forward: _of_norm,
-    nn.ReLU.forward: _of_relu,
-    nn.Hardtanh.forward: _of_clip,  # ReLU6 too
-}
-
 # fmt: off
 # Functions for which PyTorch keeps what their gradients need and no more.
 _EXACT = frozenset((
