@@ -82,7 +82,7 @@ def cell(
     net, scale = shared.start(backbone, None if begin == "imagenet" else meta_file(backbone, setting))
     task = task_of(domain, number, setting)
     support, begun = on(task.support, device), time.perf_counter()
-    net, policy = shared.ready(method, net.to(device), support)
+    net, policy = shared.ready(method, net.to(device), support, setting["precision"])
     adapted = fewshot.adapt(
         net,
         support,
@@ -107,6 +107,7 @@ def cell(
         "task": number,
         "method": method,
         "lr": lr,
+        "precision": setting["precision"],
         "accuracy": float(right),
         "ways": len(task.support.classes),
         "support": len(task.support),
@@ -192,8 +193,9 @@ def table(cells: list[dict[str, Any]]) -> str:
         domains = [name for name in shared.DOMAINS if any(c["domain"] == name for c in mine)]
         tasks = sorted(Counter((c["domain"], c["method"]) for c in mine).values())
         number = f"{tasks[0]}–{tasks[-1]}" if tasks[0] < tasks[-1] else f"{tasks[0]}"
+        precision = "/".join(sorted({c.get("precision", "float32") for c in mine}))
         lines += [
-            f"### {backbone}, from {begin}, {number} tasks per domain",
+            f"### {backbone}, from {begin}, {number} tasks per domain, {precision}",
             "",
             f"| method | {' | '.join(domains)} | all domains | against full | the paper, other domains |",
             "|" + "---|" * (len(domains) + 4),
@@ -286,6 +288,9 @@ def main() -> None:
     parser.add_argument("--ways", type=int, nargs=2, default=[5, 50])
     parser.add_argument("--support", type=int, default=500, help="images to learn from, at most")
     parser.add_argument("--episodes", type=int, default=400, help="of practising on the source")
+    parser.add_argument(
+        "--precision", choices=["float32", "bfloat16"], default="float32", help="of the passes; weights are float32"
+    )
     parser.add_argument("--work", type=Path, default=None, help="where weights after practising are kept")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -297,7 +302,7 @@ def main() -> None:
     out = args.out or record.place("fewshot_quick" if args.quick else "fewshot", args.device)
     setting = {name: getattr(args, name) for name in ("device", "steps", "ways", "support", "episodes")}
     setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
-    here = {**setting, "work": str(args.work or out.parent / "weights")}
+    here = {**setting, "precision": args.precision, "work": str(args.work or out.parent / "weights")}
     done, saved = record.load(out, setting), time.monotonic()
     for backbone in args.backbones if "meta" in args.starts else ():
         meta_file(backbone, here)

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,22 +169,82 @@ def test_old_choices_are_forgotten() -> None:
     assert all(choice >= 12 for choice, _ in places._known)
 
 
-def test_what_is_done_outside_of_modules_is_looked_for_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
+class Bare(nn.Module):
+    """Functions of its own between modules, as many write them."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.relu(self.conv(x)).mean((2, 3))
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu6(self.second(F.relu6(self.norm(self.first(x))))).mean((2, 3))
+
+
+def test_what_is_done_outside_of_modules_is_looked_for_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     model = Bare()
-    places = Places(model)
+    model.first.requires_grad_(False)
+    twin, places = copy.deepcopy(model), Places(model)
     batch = torch.randn(4, 3, 12, 12), torch.randint(0, 4, (4,))
-    for _ in range(3):
+    for number in range(3):
+        plain = run(twin, classify, batch, nullcontext())
         with looked_at(monkeypatch) as seen:
-            run(model, classify, batch, Lean(None, places))
-        assert "relu" in seen and "cross_entropy" in seen
+            assert same(run(model, classify, batch, Lean(None, places)), plain)
+        assert {"relu6", "mean", "cross_entropy"} <= set(seen)
+        assert ({"conv2d", "batch_norm"} <= set(seen)) == (number == 0)
+        assert not number or not {"conv2d", "batch_norm"} & set(seen)
+        assert untouched(model) and torch._C._len_torch_function_stack() == 0
+    kept = measure.kept_bytes(model, classify, batch, around=partial(Lean, None, places))
+    assert kept == measure.kept_bytes(twin, classify, batch, around=Lean)
+
+
+def test_a_mode_of_the_users_inside_of_a_watched_forward_sees_all_that_runs_there() -> None:
+    class Sees(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Under(Bare):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = F.relu6(self.norm(self.first(x)))
+            with Sees():
+                x = self.second(x)
+            return F.relu6(x).mean((2, 3))
+
+    torch.manual_seed(0)
+    model = Under()
+    twin, places = copy.deepcopy(model), Places(model)
+    batch = torch.randn(4, 3, 12, 12), torch.randint(0, 4, (4,))
+    for choice in ("all", "second"):
+        model.first.requires_grad_(choice == "all")
+        twin.first.requires_grad_(choice == "all")
+        for _ in range(3):
+            seen: list[Any] = []
+            ours = run(model, classify, batch, Lean(None, places, choice))
+            assert seen == [torch.conv2d]
+            assert same(ours, run(twin, classify, batch, nullcontext()))
+
+
+def test_an_activation_whose_result_the_next_layer_keeps_is_left_alone() -> None:
+    """A ReLU keeps its result and nothing else: there is nothing to do for it where that is kept anyway."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten())
+    batch = torch.randn(2, 3, 12, 12), torch.randint(0, 4, (2,))
+    places = Places(model)
+    for chosen, at in ((("0", "2", "4"), []), (("0", "2"), ["3", "4"]), (("0", "4"), ["1", "2"])):
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.split(".")[0] in chosen)
+        twin = copy.deepcopy(model)
+        for _ in range(2):
+            ours = run(model, classify, batch, Lean(None, places, chosen))
+            assert same(ours, run(twin, classify, batch, nullcontext()))
+        known = next(known for (choice, _), known in places._known.items() if choice == chosen)
+        names = {module: name for name, module in model.named_modules()}
+        assert [names[place.module] for place in known.places] == at
+        known_places = partial(Lean, None, places, chosen)
+        assert measure.kept_bytes(model, classify, batch, around=known_places) == measure.kept_bytes(
+            twin, classify, batch, around=Lean
+        )
 
 
 def test_a_pass_that_fails_leaves_the_model_as_it_was_and_tells_nothing() -> None:

@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from pliant.engine import kept
 from pliant.engine.kept import Pack, Packed
-from pliant.engine.places import Places
+from pliant.engine.places import Clip, Places
 from pliant.engine.rules import WAYS, keeps
 from pliant.engine.slices import Slices
 from pliant.recorder import SMALL
 
-_Clipped = tuple[list[Any], torch.Tensor, Pack]  # what is kept for a function, its result, and how to keep less
+_Clipped = tuple[list[Any], torch.Tensor, Pack, bool]  # what is kept for a function, its result, how to keep less; see `settle`
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -58,23 +58,22 @@ class Lean:
         self.clipped: _Clipped | None = None  # by the function that ran just now, if it clips
         self.watcher = _Watcher(self)
         self.is_watching = False
-        self.may_wait = True  # whether what is clipped now may wait for the next function
-        self._clipping: torch.nn.Module | None = None  # the module that did so last, where notes are taken
+        self._clipping: Clip | None = None  # the place of it, where notes are taken
 
     def __enter__(self) -> Lean:
         self._top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _none)
         self.around = self._top(False)  # of others: what they pack is what is kept
         if self._places is None or self._places.enter(self, self._trains):
             self.watcher.__enter__()
-            self.is_watching = self.may_wait = True
+            self.is_watching = True
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self.is_watching:
             self.watcher.__exit__(*error)
+        self.settle(None, ())
         if self._places is not None:
             self._places.exit(self, failed=error[0] is not None)
-        self.settle(None, ())
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a torch function its way."""
@@ -89,6 +88,11 @@ class Lean:
         """Something is done for the function that runs now."""
         if self._places is not None:
             self._places.note()
+
+    def will_be_kept(self) -> bool | None:
+        """Whether the next layer keeps the result of the function that clips now, as it did when notes were taken; None: nobody
+        knows. To be asked once for each."""
+        return self._places.will_be_kept(self) if self._places is not None else None
 
     @property
     def is_on(self) -> bool:
@@ -106,7 +110,6 @@ class Lean:
 
     def run_clipping(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, list[Any]]:
         """A function that keeps nothing but its result, and what stands for that, which is to be filled in."""
-        self.note()
         there: list[Any] = []
         _push(lambda _: there, kept.give_back)
         try:
@@ -118,21 +121,27 @@ class Lean:
         """Before this function runs: keep less for the one before it, which clips, unless its result is kept anyway."""
         if self.clipped is None:
             return
-        (there, result, pack), self.clipped = self.clipped, None
+        (there, result, pack, is_exact), self.clipped = self.clipped, None
         kept_anyway = keeps(func, args, result) and self.is_on
         if self._places is not None:
-            self._places.note_kept(self._clipping, kept_anyway)
+            self._places.note_clipped(self._clipping, kept_anyway, is_exact)
         if kept_anyway:
-            self.note()
+            if not is_exact:
+                self.note()
         elif result._version == there[2]:
             _pack_(there, pack)
 
-    def has_clipped(self, there: list[Any], result: torch.Tensor, pack: Pack) -> None:
-        """A function that clips has run: what is kept for it is settled when the next one comes, or at once."""
-        if not self.may_wait:
+    def has_clipped(
+        self, there: list[Any], result: torch.Tensor, pack: Pack, will_be_kept: bool | None, is_exact: bool = False
+    ) -> None:
+        """A function that clips has run: what is kept for it is settled when the next one comes, or at once.
+
+        `is_exact`: plain autograd keeps its result and nothing else, so that there is nothing to do where that is kept anyway.
+        """
+        if will_be_kept is False:
             _pack_(there, pack)
             return
-        self.clipped = there, result, pack
+        self.clipped = there, result, pack, is_exact
         self._clipping = self._places.note_clip() if self._places is not None else None
 
     def count(self, name: str, tensor: torch.Tensor) -> Packed:

@@ -3,8 +3,9 @@
 To look at a torch function takes Python as long as to launch it, and in most of a model there is nothing to do: what comes
 before the choice keeps nothing, and a chosen layer keeps what it needs. So one pass is watched everywhere and notes the modules
 in which something was done. In later passes the forward of each of these, and of no other, is called by way of the watcher, or
-where it does nothing but call one function, without it: for the time of the pass that stands in the module's own `__dict__`,
-where `forward` of an instance goes before that of its class.
+where it does nothing but call one function, without it; what they call that has nothing to do is called without it again. For
+the time of the pass that stands in the module's own `__dict__`, where `forward` of an instance goes before that of its class.
+The model itself stands for what runs outside of its modules: its own forward, and the loss.
 
 A pass that takes another way than the one that was watched, and does there what would have to be watched, keeps what plain
 autograd keeps. What is clipped waits to see whether the next layer keeps it only where it did so in the pass that was watched.
@@ -27,11 +28,14 @@ if TYPE_CHECKING:
     from pliant.engine.lean import Lean
 
 Forward = Callable[..., Any]
+Clip = tuple[nn.Module, int]  # a module, and which of the functions that clip in it
+Clips = dict[nn.Module, list[bool]]  # whether the next layer kept what was clipped, one after another
 
 _REMEMBERED = 8  # choices and modes
 
 _push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
+_height, _at = torch._C._len_torch_function_stack, torch._C._get_function_stack_at
 
 
 class _StandIn:
@@ -78,6 +82,15 @@ class _Place:
             del own["forward"]
 
 
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What a pass that was watched everywhere says of those that follow."""
+
+    places: list[_Place]
+    outside: bool  # whether there is something to do outside of modules too
+    clips: Clips
+
+
 class Places:
     """The modules of one model in which there is something to do, by what trains and by which modules are in training mode."""
 
@@ -85,11 +98,14 @@ class Places:
         self._modules = list(model.modules())
         others = (torch.jit.ScriptModule, nn.DataParallel)  # no Python inside; copies of what stands in a module
         self._can = not any(isinstance(module, others) for module in self._modules)
-        self._known: dict[Hashable, list[_Place] | None] = {}  # None: everywhere
+        self._known: dict[Hashable, _Known] = {}
         self._key: Hashable = None  # of a pass that takes notes
         self._inside: list[nn.Module] = []  # that run now, while all is watched
-        self._found: dict[nn.Module, None] | None = None  # in the order of a pass; None: somewhere outside of modules too
-        self._clips: dict[nn.Module, bool] = {}  # whether the next layer always kept what it clips
+        self._found: dict[nn.Module, None] = {}  # where something was done, in the order of the pass
+        self._calls: dict[nn.Module, set[nn.Module]] = {}  # from which modules each was called
+        self._clips: Clips = {}
+        self._frame = self._modules[0]  # the module whose own functions run now, in a pass that is not watched everywhere
+        self._clipped: dict[nn.Module, int] = {}  # how often each clipped so far
         self._taken: list[_Place] = []
         self._lean: Lean | None = None
         self._thread = 0
@@ -99,18 +115,19 @@ class Places:
         if not self._can or self._lean is not None:  # or it begins inside of another one
             return True
         key = choice, tuple([module.training for module in self._modules])
-        known = self._known.get(key, ())
-        if known is None:
-            return True
-        if key in self._known and all(place.is_as_it_was for place in known):
-            self._taken = list(known)
+        known = self._known.get(key)
+        if known is not None and all(place.is_as_it_was for place in known.places):
+            self._taken, watches, self._clips = known.places, known.outside, known.clips
+            self._frame, self._clipped = self._modules[0], {}
         else:
-            self._key, self._found, self._inside, self._clips = key, {}, [], {}
+            self._key, self._found, self._calls, self._clips = key, {}, {}, {}
+            self._inside = [self._modules[0]]
             self._taken = [self._place(module, self._noting) for module in self._modules[1:]]
+            watches = True
         self._lean, self._thread = lean, get_ident()
         for place in self._taken:
             place.take_()
-        return self._key is not None
+        return watches
 
     def exit(self, lean: Lean, failed: bool) -> None:
         """The pass is over: every module is as it was found."""
@@ -119,29 +136,49 @@ class Places:
         for place in self._taken:
             place.leave_()
         if self._key is not None and not failed:
-            found = self._found
             if len(self._known) >= _REMEMBERED and self._key not in self._known:
                 del self._known[next(iter(self._known))]
-            self._known[self._key] = None if found is None else [self._place(module, self._watching) for module in found]
+            self._known[self._key] = self._learned()
         self._taken, self._key, self._lean = [], None, None
+
+    def _learned(self) -> _Known:
+        """What a pass that was watched everywhere says of later ones."""
+        model, found = self._modules[0], self._found
+        idle = [module for module, callers in self._calls.items() if module not in found and not callers.isdisjoint(found)]
+        places = [self._place(module, self._watching) for module in found if module is not model]
+        places += [self._place(module, self._resting) for module in idle]
+        return _Known(places, model in found, self._clips)
 
     def note(self) -> None:
         """Something was done for the function that runs now."""
-        if self._key is None or self._found is None:
-            return
-        if self._inside:
+        if self._key is not None:
             self._found[self._inside[-1]] = None
-        else:
-            self._found = None
 
-    def note_clip(self) -> nn.Module | None:
-        """The module that clips now, if notes are taken."""
-        return self._inside[-1] if self._key is not None and self._inside else None
+    def will_be_kept(self, lean: Lean) -> bool | None:
+        """Whether the next layer kept what was clipped here when notes were taken; None if this pass does not follow one."""
+        if self._lean is not lean or self._key is not None:
+            return None
+        number = self._clipped.get(self._frame, 0)
+        self._clipped[self._frame] = number + 1
+        kept = self._clips.get(self._frame, ())
+        return number < len(kept) and kept[number]
 
-    def note_kept(self, clipping: nn.Module | None, kept: bool) -> None:
-        """Whether the layer after it kept what this module had clipped."""
-        if clipping is not None and self._key is not None:
-            self._clips[clipping] = self._clips.get(clipping, True) and kept
+    def note_clip(self) -> Clip | None:
+        """The place of what is clipped now, if notes are taken."""
+        if self._key is None:
+            return None
+        module = self._inside[-1]
+        self._clips.setdefault(module, []).append(False)
+        return module, len(self._clips[module]) - 1
+
+    def note_clipped(self, clip: Clip | None, kept: bool, is_exact: bool) -> None:
+        """Whether the layer after it kept what was clipped. If so, and plain autograd keeps only that, nothing is to do."""
+        if clip is None or self._key is None:
+            return
+        module, number = clip
+        self._clips[module][number] = kept
+        if not (kept and is_exact):
+            self._found[module] = None
 
     def _place(self, module: nn.Module, how: Callable[[nn.Module, Forward], Forward]) -> _Place:
         own = module.__dict__.get("forward")
@@ -151,6 +188,7 @@ class Places:
         def noted(*args: Any, **kwargs: Any) -> Any:
             if get_ident() != self._thread:
                 return forward(*args, **kwargs)
+            self._calls.setdefault(module, set()).add(self._inside[-1])
             self._inside.append(module)
             try:
                 return forward(*args, **kwargs)
@@ -160,25 +198,58 @@ class Places:
         return noted
 
     def _watching(self, module: nn.Module, forward: Forward) -> Forward:
-        direct, waits = direct_forward(module), self._clips.get(module, False)
+        direct = direct_forward(module)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             lean = self._lean
-            if lean is None or lean.is_watching or get_ident() != self._thread:
+            if lean is None or get_ident() != self._thread:
                 return forward(*args, **kwargs)
-            lean.is_watching, lean.may_wait = True, waits
-            _push(lean.watcher)
+            before, frame = lean.is_watching, self._frame
+            lean.is_watching, self._frame = True, module
+            if not before:
+                _push(lean.watcher)
             try:
                 return forward(*args, **kwargs)
             finally:
-                _pop()
-                lean.is_watching = False
+                if not before:
+                    _pop()
+                lean.is_watching, self._frame = before, frame
 
         def called(*args: Any, **kwargs: Any) -> Any:
             lean = self._lean
-            if lean is None or lean.is_watching or kwargs or len(args) != 1 or get_ident() != self._thread:
+            if lean is None or kwargs or len(args) != 1 or get_ident() != self._thread:
                 return watched(*args, **kwargs)
-            lean.may_wait = waits
-            return direct(lean, module, args[0])  # type: ignore[misc]  # there is one where this is called
+            if lean.is_watching:
+                return self._unwatched(lean, called, args, kwargs) if _is_on_top(lean) else watched(*args)
+            frame, self._frame = self._frame, module
+            try:
+                return direct(lean, module, args[0])  # type: ignore[misc]  # there is one where this is called
+            finally:
+                self._frame = frame
 
         return watched if direct is None else called
+
+    def _resting(self, module: nn.Module, forward: Forward) -> Forward:
+        def rested(*args: Any, **kwargs: Any) -> Any:
+            lean = self._lean
+            if lean is None or not lean.is_watching or get_ident() != self._thread or not _is_on_top(lean):
+                return forward(*args, **kwargs)
+            return self._unwatched(lean, forward, args, kwargs)
+
+        return rested
+
+    @staticmethod
+    def _unwatched(lean: Lean, run: Forward, args: Any, kwargs: Any) -> Any:
+        _pop()
+        lean.is_watching = False
+        try:
+            return run(*args, **kwargs)
+        finally:
+            lean.is_watching = True
+            _push(lean.watcher)
+
+
+def _is_on_top(lean: Lean) -> bool:
+    """Whether the watcher is the innermost mode: one that others put inside of it has to stay there."""
+    height = _height()
+    return height > 0 and _at(height - 1) is lean.watcher

@@ -104,9 +104,12 @@ def _relu(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if lean.around is not None:
         return lean.run(_ABOVE_0, func, args, kwargs)
+    will_be_kept = lean.will_be_kept()
+    if will_be_kept:
+        return func(*args, **kwargs)
     out, there = lean.run_clipping(func, args, kwargs)
     there += kept.unchanged, out.detach(), out._version
-    lean.has_clipped(there, out, _ABOVE_0)
+    lean.has_clipped(there, out, _ABOVE_0, will_be_kept, is_exact=True)
     return out
 
 
@@ -148,7 +151,7 @@ def _clip(lean: Lean, func: Any, args: Any, kwargs: Any, input: Any, low: float,
     else:
         out, there = lean.run_clipping(func, args, kwargs)
         there += kept.unchanged, out.detach(), out._version
-    lean.has_clipped(there, out, pack)
+    lean.has_clipped(there, out, pack, lean.will_be_kept())
     return out
 
 
