@@ -125,24 +125,21 @@ class Lean:
         kept_anyway = keeps(func, args, result) and self.is_on
         if self._places is not None:
             self._places.note_clipped(self._clipping, kept_anyway, is_exact)
-        if kept_anyway:
-            if not is_exact:
-                self.note()
-        elif result._version == there[2]:
+        if not kept_anyway and result._version == there[2]:
             _pack_(there, pack)
 
     def has_clipped(
         self, there: list[Any], result: torch.Tensor, pack: Pack, will_be_kept: bool | None, is_exact: bool = False
     ) -> None:
-        """A function that clips has run: what is kept for it is settled when the next one comes, or at once.
+        """A function that clips has run: what is kept for it is settled now, or when the next one comes if nobody knows yet.
 
         `is_exact`: plain autograd keeps its result and nothing else, so that there is nothing to do where that is kept anyway.
         """
-        if will_be_kept is False:
+        if will_be_kept is None:
+            self.clipped = there, result, pack, is_exact
+            self._clipping = self._places.note_clip() if self._places is not None else None
+        elif not will_be_kept:
             _pack_(there, pack)
-            return
-        self.clipped = there, result, pack, is_exact
-        self._clipping = self._places.note_clip() if self._places is not None else None
 
     def count(self, name: str, tensor: torch.Tensor) -> Packed:
         """Keep a tensor for a function without a rule, and note it."""

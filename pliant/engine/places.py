@@ -8,7 +8,7 @@ the time of the pass that stands in the module's own `__dict__`, where `forward`
 The model itself stands for what runs outside of its modules: its own forward, and the loss.
 
 A pass that takes another way than the one that was watched, and does there what would have to be watched, keeps what plain
-autograd keeps. What is clipped waits to see whether the next layer keeps it only where it did so in the pass that was watched.
+autograd keeps. Whether the next layer keeps what a function clips is as it was in the pass that was watched.
 """
 
 from __future__ import annotations
