@@ -74,46 +74,51 @@ def task_of(domain: str, number: int, setting: dict[str, Any]) -> fewshot.Episod
     return sampling.draw(shared.domain(name), seed=int(number < 0), number=abs(number))
 
 
-def cell(
-    backbone: str, begin: str, domain: str, number: int, method: str, lr: float, setting: dict[str, Any]
-) -> dict[str, Any]:
-    """One task, one method: accuracy on the queries, and what was chosen."""
+def cells(
+    backbone: str, begin: str, domain: str, number: int, method: str, rates: tuple[float, ...], setting: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """One task, one method, some learning rates: the accuracy of each on the queries, and what was chosen, the same for all."""
     device = setting["device"]
     net, scale = shared.start(backbone, None if begin == "imagenet" else meta_file(backbone, setting))
     task = task_of(domain, number, setting)
-    support, begun = on(task.support, device), time.perf_counter()
-    net, policy = shared.ready(method, net.to(device), support, setting["precision"])
-    adapted = fewshot.adapt(
-        net,
-        support,
-        policy=policy,
-        steps=setting["steps"] if policy is not None else 0,
-        lr=lr,
-        batch=setting["batch"],
-        query=on(task.query, device),
-        scale=scale,
-        engine="plain",  # the same gradients whatever the engine; this one takes no time to choose
-        seed=abs(number),
-    )
-    if adapted.predictions is None:
-        raise SystemExit("no prediction was made.")
-    units = adapted.selection.units if adapted.selection is not None else ()
-    groups = Counter(unit.name.split("[")[0] for unit in units if "[" in unit.name)  # of channels, by layer
-    right = (adapted.predictions == task.query.labels.cpu()).float().mean()
-    return {
-        "backbone": backbone,
-        "start": begin,
-        "domain": domain,
-        "task": number,
-        "method": method,
-        "lr": lr,
-        "precision": setting["precision"],
-        "accuracy": float(right),
-        "ways": len(task.support.classes),
-        "support": len(task.support),
-        "chosen": dict(groups),
-        "seconds": time.perf_counter() - begun,
-    }
+    support, query, begun = on(task.support, device), on(task.query, device), time.perf_counter()
+    net, policy = shared.ready(method, net.to(device), support)
+    choosing, out = time.perf_counter() - begun, []
+    for lr in rates:
+        begun = time.perf_counter()
+        adapted = fewshot.adapt(
+            net,
+            support,
+            policy=policy,
+            steps=setting["steps"] if policy is not None else 0,
+            lr=lr,
+            batch=setting["batch"],
+            query=query,
+            scale=scale,
+            engine="plain",  # the same gradients whatever the engine; this one takes no time to choose
+            seed=abs(number),
+        )
+        if adapted.predictions is None:
+            raise SystemExit("no prediction was made.")
+        units = adapted.selection.units if adapted.selection is not None else ()
+        groups = Counter(unit.name.split("[")[0] for unit in units if "[" in unit.name)  # of channels, by layer
+        right = (adapted.predictions == task.query.labels.cpu()).float().mean()
+        out.append(
+            {
+                "backbone": backbone,
+                "start": begin,
+                "domain": domain,
+                "task": number,
+                "method": method,
+                "lr": lr,
+                "accuracy": float(right),
+                "ways": len(task.support.classes),
+                "support": len(task.support),
+                "chosen": dict(groups),
+                "seconds": choosing + time.perf_counter() - begun,
+            }
+        )
+    return out
 
 
 def on(some: images.ImageSet, device: str) -> images.ImageSet:
@@ -141,7 +146,7 @@ def key(c: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The cells that can run now: those that tell a method's rates, and all tasks of methods whose rates are known."""
+    """What can run now, as `cells` takes it: what tells a method's rates, and all tasks of methods whose rates are known."""
     out = []
     tasks = {backbone: range(args.tasks or TASKS.get(backbone, 30)) for backbone in args.backbones}
     for backbone, begin, method in itertools.product(args.backbones, args.starts, args.methods):
@@ -152,7 +157,12 @@ def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[A
         else:
             out += [(backbone, begin, domain, n, method, rates[domain]) for n in tasks[backbone] for domain in args.domains]
     known = {key(c) for c in done}
-    return sorted((one for one in out if one not in known), key=lambda one: one[3])  # every method gets on as far as the others
+    rates_by: dict[tuple[Any, ...], list[float]] = {}
+    for *task, lr in (one for one in out if one not in known):
+        rates_by.setdefault(tuple(task), []).append(lr)
+    return sorted(
+        ((*task, tuple(rates)) for task, rates in rates_by.items()), key=lambda one: one[3]
+    )  # all methods get on alike
 
 
 def rates_of(
@@ -193,9 +203,8 @@ def table(cells: list[dict[str, Any]]) -> str:
         domains = [name for name in shared.DOMAINS if any(c["domain"] == name for c in mine)]
         tasks = sorted(Counter((c["domain"], c["method"]) for c in mine).values())
         number = f"{tasks[0]}–{tasks[-1]}" if tasks[0] < tasks[-1] else f"{tasks[0]}"
-        precision = "/".join(sorted({c.get("precision", "float32") for c in mine}))
         lines += [
-            f"### {backbone}, from {begin}, {number} tasks per domain, {precision}",
+            f"### {backbone}, from {begin}, {number} tasks per domain",
             "",
             f"| method | {' | '.join(domains)} | all domains | against full | the paper, other domains |",
             "|" + "---|" * (len(domains) + 4),
@@ -288,9 +297,6 @@ def main() -> None:
     parser.add_argument("--ways", type=int, nargs=2, default=[5, 50])
     parser.add_argument("--support", type=int, default=500, help="images to learn from, at most")
     parser.add_argument("--episodes", type=int, default=400, help="of practising on the source")
-    parser.add_argument(
-        "--precision", choices=["float32", "bfloat16"], default="float32", help="of the passes; weights are float32"
-    )
     parser.add_argument("--work", type=Path, default=None, help="where weights after practising are kept")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -302,16 +308,17 @@ def main() -> None:
     out = args.out or record.place("fewshot_quick" if args.quick else "fewshot", args.device)
     setting = {name: getattr(args, name) for name in ("device", "steps", "ways", "support", "episodes")}
     setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
-    here = {**setting, "precision": args.precision, "work": str(args.work or out.parent / "weights")}
+    here = {**setting, "work": str(args.work or out.parent / "weights")}
     done, saved = record.load(out, setting), time.monotonic()
     for backbone in args.backbones if "meta" in args.starts else ():
         meta_file(backbone, here)
     with ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare, (shared.FOLDER[0],)) as pool:
         while (todo := wanted(args, done)) and time.monotonic() - BEGUN < args.seconds:
-            print(f"{len(done)} cells are done, {len(todo)} can run now", flush=True)
-            for future in as_completed([pool.submit(cell, *one, here) for one in todo]):
-                done.append(future.result())
-                print(f"{' '.join(map(str, key(done[-1])))}: {done[-1]['accuracy']:.3f}", flush=True)
+            print(f"{len(done)} cells are done, {sum(len(rates) for *_, rates in todo)} can run now", flush=True)
+            for future in as_completed([pool.submit(cells, *one, here) for one in todo]):
+                for c in future.result():
+                    done.append(c)
+                    print(f"{' '.join(map(str, key(c)))}: {c['accuracy']:.3f}", flush=True)
                 if time.monotonic() - saved > SAVE_SECONDS:
                     record.save(out, setting, done, table(done))
                     saved = time.monotonic()

@@ -146,24 +146,9 @@ def start(backbone: str, meta: Path | None = None) -> tuple[nn.Module, float]:
     return models.load(str(path)), fewshot.scale_of(path)
 
 
-def ready(method: str, net: nn.Module, support: images.ImageSet, precision: str = "float32") -> tuple[nn.Module, Policy | None]:
-    """The network that a method trains for a task, and what it trains of it: chosen in float32, whatever it trains in."""
+def ready(method: str, net: nn.Module, support: images.ImageSet) -> tuple[nn.Module, Policy | None]:
+    """The network that a method trains for a task, and what it trains of it."""
     policy = METHODS[method](net)
     if policy is not None and policy.budget != Budget():
         policy = fixed(policy, net, support)
-    net = with_low_rank(net) if method == "lora" else net
-    return net if precision == "float32" else rounded_(net), policy
-
-
-def rounded_(net: nn.Module) -> nn.Module:
-    """A network whose features are computed in bfloat16, channels last; weights, gradients and features are float32."""
-    kind: Any = type(net)
-
-    class Rounded(kind):
-        def embed(self, some: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(some.device.type, torch.bfloat16):
-                features: torch.Tensor = super().embed(some.contiguous(memory_format=torch.channels_last))
-            return features.float()
-
-    net.__class__ = Rounded
-    return net.to(memory_format=torch.channels_last)
+    return with_low_rank(net) if method == "lora" else net, policy

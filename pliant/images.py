@@ -72,7 +72,7 @@ class ImageSet:
             self,
             images=self.images[index],
             labels=self.labels[index],
-            split=None if self.split is None else self.split[index],
+            split=None if self.split is None else self.split[index.to(self.split.device)],
         )
 
     def normalised(self, norm: Norm) -> ImageSet:
