@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from pliant.engine import follow
 from pliant.engine.features import Features
 from pliant.engine.lean import Lean
 from pliant.engine.made import Made
@@ -714,3 +715,35 @@ def test_a_model_that_trains_whole_runs_plainly() -> None:
     for batch, _ in epochs(data, 4):
         both(plain, ours, batch)
     assert ours.prefix is not None and list(ours.prefix.reasons) == ["prefix"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("given_last", [False, True])
+def test_on_cuda_a_folded_bias_and_the_clipping_after_it_are_one_kernel(
+    given_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the model is channels-last already or not, eagerly and captured."""
+    calls: list[Any] = []
+    shift_ = follow.shifter()
+    monkeypatch.setattr(follow, "shifter", lambda: lambda *given: calls.append(given[2]) or shift_(*given))
+    torch.manual_seed(0)
+    layout = torch.channels_last if given_last else torch.contiguous_format
+    layers = [nn.Conv2d(3, 24, 3, 2, 1), nn.BatchNorm2d(24), nn.ReLU6(), nn.Conv2d(24, 20, 1), nn.BatchNorm2d(20)]
+    model = nn.Sequential(*layers, nn.Conv2d(20, 4, 1), nn.Flatten()).cuda().eval().to(memory_format=layout)
+    model[:5].requires_grad_(False)
+    batch = torch.randn(4, 3, 16, 16, device="cuda").contiguous(memory_format=layout)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(batch).float().square().mean()
+
+    prefix, plain = Prefix(model), forward()
+    for _ in range(2):
+        torch.testing.assert_close(prefix.run(forward, batch), plain, rtol=0.02, atol=0.02)
+    assert calls == [(0.0, 6.0), None]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefix.run(forward, batch)
+    graph.replay()
+    torch.testing.assert_close(out, plain, rtol=0.02, atol=0.02)
+    assert calls == [(0.0, 6.0), None] * 2

@@ -284,7 +284,9 @@ class Miss(_Mode):
         kind = input.device.type
         if plan.dtype is None and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        last = plan.channels_last and input.dim() == 4
+        is_half = input.is_cuda and dtype in HALF
+        is_last = is_half and input.is_contiguous(memory_format=torch.channels_last)
+        last = input.dim() == 4 and (plan.channels_last or is_last)
         if norm is not None:
             norm = *norm, plan.counter(norm[0])
         weight, bias = self._weights.get(plan, weight, bias, norm, dtype, last)
@@ -292,7 +294,7 @@ class Miss(_Mode):
             input = input.to(dtype)
         if last:
             input = input.contiguous(memory_format=torch.channels_last)
-        shift_ = _shifter() if last and input.is_cuda and dtype in HALF else None
+        shift_ = shifter() if last and is_half else None
         if shift_ is None or bias is None:
             return plan.calls[at].func(input, weight, bias, *settings)
         out = plan.calls[at].func(input, weight, None, *settings)
@@ -341,14 +343,13 @@ class Miss(_Mode):
 
 
 @cache
-def _shifter() -> Any:
-    """What adds a bias and clips in one kernel, where there is Triton and it works."""
+def shifter() -> Any:
+    """What adds a bias and clips in one kernel, where there is Triton and it works. To be asked before a step is captured."""
     try:
         from pliant.engine.shift_triton import shift_
 
-        out = shift_(
-            torch.zeros(1, 4, 3, 3, device="cuda").contiguous(memory_format=torch.channels_last), torch.ones(4).cuda(), None
-        )
+        zeros = torch.zeros(1, 8, 3, 3, device="cuda", dtype=torch.bfloat16)
+        out = shift_(zeros.contiguous(memory_format=torch.channels_last), torch.ones(8).cuda(), None)
         return shift_ if bool((out == 1).all()) else None
     except Exception:  # no compiler, no permission to write, …: PyTorch's own operations do
         return None

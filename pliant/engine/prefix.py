@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant import batches
 from pliant.engine.features import Features
-from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed
+from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed, shifter
 from pliant.engine.made import Made
 from pliant.engine.plan import NEW, Plan, Weights
 from pliant.engine.program import (
@@ -166,6 +166,8 @@ class Prefix:
             out = forward()
         with unwatched():
             plan = Plan(recorder.program(), self.model, self._names, self.dtype)
+            if plan.folds and batch[0].is_cuda:
+                shifter()
         self._programs[key] = plan
         while len(self._programs) > _PROGRAMS:
             self._programs.popitem(last=False)
