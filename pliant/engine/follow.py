@@ -284,26 +284,31 @@ class Miss(_Mode):
         kind = input.device.type
         if plan.dtype is None and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        is_half = input.is_cuda and dtype in HALF
-        is_last = is_half and input.is_contiguous(memory_format=torch.channels_last)
-        last = input.dim() == 4 and (plan.channels_last or is_last)
+        last = plan.channels_last and input.dim() == 4
         if norm is not None:
             norm = *norm, plan.counter(norm[0])
-        weight, bias = self._weights.get(plan, weight, bias, norm, dtype, last)
+        is_folded = norm is not None and kind == "cpu" and dtype not in HALF
+        weight, bias = self._weights.get(plan, weight, bias, norm if is_folded else None, dtype, last)
         if plan.dtype is not None:
             input = input.to(dtype)
         if last:
             input = input.contiguous(memory_format=torch.channels_last)
-        shift_ = shifter() if last and is_half else None
-        if shift_ is None or bias is None:
-            return plan.calls[at].func(input, weight, bias, *settings)
-        out = plan.calls[at].func(input, weight, None, *settings)
-        if not out.is_contiguous(memory_format=torch.channels_last):
-            return out.add_(bias.view(1, -1, 1, 1))
-        due, low, high = plan.clips.get(norm_at, (-1, 0.0, 0.0))
+        out: torch.Tensor = plan.calls[at].func(input, weight, bias, *settings)
+        return out if norm is None or is_folded else self._normed(out, norm, norm_at)
+
+    def _normed(self, out: torch.Tensor, norm: tuple[Any, ...], at: int) -> torch.Tensor:
+        """What a convolution gives, after the norm, which is not folded into weights that are rounded: they would be rounded
+        otherwise than the model's own, and what trains on these features would not fit those that the model has later."""
+        plan = self.plan
+        kernels = norm_kernels() if out.is_cuda else None
+        if kernels is None or not kernels.serves(out):
+            mean, var, gamma, beta, eps, _ = norm
+            return F.batch_norm(out, mean, var, gamma, beta, False, 0.0, eps)
+        due, low, high = plan.clips.get(at, (-1, 0.0, 0.0))
         if due >= 0:
             self._clipped = due, out
-        return shift_(out, bias, (low, high) if due >= 0 else None)
+        normed: torch.Tensor = kernels.norm_(out, *self._weights.line(plan, norm), (low, high) if due >= 0 else None)
+        return normed
 
     def _make_up(self) -> None:
         """Something else than the norm came after a convolution: compute it after all."""
@@ -343,14 +348,15 @@ class Miss(_Mode):
 
 
 @cache
-def shifter() -> Any:
-    """What adds a bias and clips in one kernel, where there is Triton and it works. To be asked before a step is captured."""
-    try:
-        from pliant.engine.shift_triton import shift_
+def norm_kernels() -> Any:
+    """What computes a norm and the clipping after it in one kernel, where there is Triton and it works.
 
-        zeros = torch.zeros(1, 8, 3, 3, device="cuda", dtype=torch.bfloat16)
-        out = shift_(zeros.contiguous(memory_format=torch.channels_last), torch.ones(8).cuda(), None)
-        return shift_ if bool((out == 1).all()) else None
+    To be asked before a step is captured.
+    """
+    try:
+        from pliant.engine import norm_triton
+
+        return norm_triton if norm_triton.works() else None
     except Exception:  # no compiler, no permission to write, …: PyTorch's own operations do
         return None
 

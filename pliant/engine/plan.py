@@ -221,16 +221,23 @@ class Weights:
         self, plan: Plan, weight: Any, bias: Any, norm: tuple[Any, ...] | None, dtype: torch.dtype, last: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`norm`: running mean and variance, weight, bias, eps, and what counts their changes."""
-        sources = weight, bias, *(norm or ())
-        key = *[id(one) if isinstance(one, torch.Tensor) else one for one in sources], dtype, last
+        keep = partial(_laid_out, dtype, last)
+        return self._get(plan, _folded, (weight, bias, *(norm or ())), (dtype, last), keep)  # type: ignore[return-value]
+
+    def line(self, plan: Plan, norm: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a norm multiplies each channel with, and what it adds."""
+        return self._get(plan, _line, norm, ("line",), lambda tensor: tensor)  # type: ignore[return-value]
+
+    def _get(self, plan: Plan, make: Any, sources: tuple[Any, ...], how: tuple[Any, ...], keep: Any) -> Any:
+        key = *[id(one) if isinstance(one, torch.Tensor) else one for one in sources], *how
         tensors = [one for one in sources if isinstance(one, torch.Tensor)]
         made = self._made.get(key)
         if made is None or not made.is_of(tensors):
-            made = self._made[key] = Made(partial(_folded, _places(sources)), tensors, partial(_laid_out, dtype, last))
+            made = self._made[key] = Made(partial(make, _places(sources)), tensors, keep)
         else:
             made.refresh()
         plan.weights[key] = made
-        return made.tensors  # type: ignore[return-value]  # the weight is always there
+        return made.tensors
 
 
 def _places(sources: Sequence[Any]) -> tuple[Any, ...]:
@@ -241,25 +248,41 @@ def _places(sources: Sequence[Any]) -> tuple[Any, ...]:
 _TENSOR = object()
 
 
+_Into = tuple[torch.Tensor | None, ...]
+
+
 @torch.no_grad()
 def _folded(
-    places: tuple[Any, ...], *tensors: torch.Tensor, into: tuple[torch.Tensor | None, ...] = (None, None)
+    places: tuple[Any, ...], *tensors: torch.Tensor, into: _Into = (None, None)
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A convolution's weight and bias, the norm after it folded in if there is one."""
-    given = iter(tensors)
-    weight, bias, *norm = [next(given).detach() if place is _TENSOR else place for place in places]
+    weight, bias, *norm = _given(places, tensors)
     if not norm:
         return weight, bias
-    exact = torch.promote_types(weight.dtype, torch.float32)
-    mean, var, gamma, beta, eps, *_ = norm
+    scale, shift = _scale_and_shift(torch.promote_types(weight.dtype, torch.float32), bias, *norm, into=into[1])
+    return torch.mul(weight, scale.view(-1, *[1] * (weight.dim() - 1)), out=into[0]), shift
+
+
+@torch.no_grad()
+def _line(places: tuple[Any, ...], *tensors: torch.Tensor, into: _Into = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a norm multiplies with, and what it adds."""
+    return _scale_and_shift(torch.float32, None, *_given(places, tensors), into=into[1])
+
+
+def _given(places: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    given = iter(tensors)
+    return [next(given).detach() if place is _TENSOR else place for place in places]
+
+
+def _scale_and_shift(
+    exact: torch.dtype, bias: Any, mean: Any, var: Any, gamma: Any, beta: Any, eps: float, *_: Any, into: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     scale = (var.to(exact) + eps).rsqrt_()
     scale = scale if gamma is None else scale.mul_(gamma)
     mean = mean.to(exact) if bias is None else mean.to(exact) - bias
     if beta is None:
-        shift = torch.mul(mean, scale, out=into[1]).neg_()
-    else:
-        shift = torch.addcmul(beta.to(exact), mean, scale, value=-1, out=into[1])
-    return torch.mul(weight, scale.view(-1, *[1] * (weight.dim() - 1)), out=into[0]), shift
+        return scale, torch.mul(mean, scale, out=into).neg_()
+    return scale, torch.addcmul(beta.to(exact), mean, scale, value=-1, out=into)
 
 
 def _laid_out(dtype: torch.dtype, last: bool, tensor: torch.Tensor) -> torch.Tensor:

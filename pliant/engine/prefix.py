@@ -1,9 +1,10 @@
 """Whatever lies before the first chosen parameter is inference: run it as such, or not at all where its results are kept.
 
 The program of a forward pass is recorded once (see `program`) and followed in later passes, call by call. Calls of the part
-that needs no gradient run without other modes, with batch norms folded into the convolutions before them and channels-last;
-on a hit in the feature cache they do not run, and tensors without memory stand for what nobody reads. Every other call runs as
-the user wrote it, on values that lie in memory as they would have. Where a pass strays from its program, it goes on plainly.
+that needs no gradient run without other modes and channels-last, with batch norms folded into the convolutions before them, or
+in one kernel with the clipping after them where weights would be rounded. On a hit in the feature cache they do not run, and
+tensors without memory stand for what nobody reads. Every other call runs as the user wrote it, on values that lie in memory as
+they would have. Where a pass strays from its program, it goes on plainly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant import batches
 from pliant.engine.features import Features
-from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed, shifter
+from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed, norm_kernels
 from pliant.engine.made import Made
 from pliant.engine.plan import NEW, Plan, Weights
 from pliant.engine.program import (
@@ -167,7 +168,7 @@ class Prefix:
         with unwatched():
             plan = Plan(recorder.program(), self.model, self._names, self.dtype)
             if plan.folds and batch[0].is_cuda:
-                shifter()
+                norm_kernels()
         self._programs[key] = plan
         while len(self._programs) > _PROGRAMS:
             self._programs.popitem(last=False)
