@@ -194,8 +194,9 @@ def test_what_is_done_outside_of_modules_is_looked_for_there_alone(monkeypatch: 
         assert ({"conv2d", "batch_norm"} <= set(seen)) == (number == 0)
         assert not number or not {"conv2d", "batch_norm"} & set(seen)
         assert untouched(model) and torch._C._len_torch_function_stack() == 0
-    kept = measure.kept_bytes(model, classify, batch, around=partial(Lean, None, places))
-    assert kept == measure.kept_bytes(twin, classify, batch, around=Lean)
+    kept, least = (measure.kept_bytes(each, classify, batch, around=around) for each, around in (
+        (model, partial(Lean, None, places)), (twin, Lean)))  # fmt: skip
+    assert kept == least + 4 * 8 * 12 * 12 // 8  # bits of the first one too: of two in one module just the first is kept anyway
 
 
 def test_a_mode_of_the_users_inside_of_a_watched_forward_sees_all_that_runs_there() -> None:
@@ -223,6 +224,86 @@ def test_a_mode_of_the_users_inside_of_a_watched_forward_sees_all_that_runs_ther
             ours = run(model, classify, batch, Lean(None, places, choice))
             assert seen == [torch.conv2d]
             assert same(ours, run(twin, classify, batch, nullcontext()))
+
+
+class Squeezed(nn.Module):
+    """Clips twice with one module: what the next layer keeps, and what is changed in place."""
+
+    def __init__(self, inside: Any = nullcontext) -> None:
+        super().__init__()
+        self.act, self.inside = nn.ReLU6(), inside
+        self.stem, self.sub = nn.Conv2d(3, 16, 1), nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.Conv2d(16, 16, 1))
+        self.fc1, self.fc2, self.conv = (nn.Conv2d(16, 16, 1) for _ in range(3))
+        self.head, self.skips = nn.Linear(16, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        with self.inside():
+            x = self.sub(x)
+        gate = x.mean((2, 3), keepdim=True)
+        if not self.skips:
+            gate = self.fc2(self.act(self.fc1(gate)))
+        y = self.act(self.conv(x))
+        y += x
+        return self.head((y * gate).mean((2, 3)))
+
+
+class _Idle(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, whatever it compiles
+@pytest.mark.filterwarnings("ignore:\\s*Dynamo does not know how to trace the builtin")  # it breaks the graph where we look
+@pytest.mark.parametrize("case", ["a smaller batch", "a mode inside", "another way", "autocast", "compiled"])
+def test_what_is_changed_in_place_after_clipping_is_no_error(case: str) -> None:
+    """Where it is none without the engine: in later passes that are like the first one, and in others."""
+    torch.manual_seed(0)
+    model = Squeezed(_Idle if case == "a mode inside" else nullcontext)
+    twin = copy.deepcopy(model)
+    if case == "compiled":
+        model.sub = torch.compile(model.sub, backend="eager")  # type: ignore[assignment]
+    places = Places(model)
+    for number in range(4):
+        size = 3 if case == "a smaller batch" and number == 2 else 32
+        batch = torch.randn(size, 3, 8, 8), torch.randint(0, 4, (size,))
+        model.skips = twin.skips = case == "another way" and number >= 2
+        halves = case == "autocast" and number >= 2
+
+        def loss(model: nn.Module, batch: Batch, halves: bool = halves) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=halves):
+                return classify(model, batch)
+
+        ours, plain = run(model, loss, batch, Lean(None, places)), run(twin, loss, batch, nullcontext())
+        assert same({name.replace("_orig_mod.", ""): value for name, value in ours.items()}, plain)
+
+
+def test_a_pass_inside_of_another_one_takes_no_notes_for_it() -> None:
+    """A model that runs itself under the engine, inside of a pass."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.head = (*(nn.Conv2d(8, 8, 1) for _ in range(3)), nn.Linear(8, 4))
+
+        def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+            if not depth:
+                return self.c(F.relu6(self.a(x)))
+            with Lean(None, places) if lean else nullcontext():
+                x = self(x, 0)
+            y = F.relu6(self.a(x))
+            y += 1
+            return self.head(self.c(F.relu6(self.b(y))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    model = Twice()
+    places = Places(model)
+    batch = torch.randn(4, 8, 8, 8), torch.randint(0, 4, (4,))
+    lean = False
+    plain = run(model, classify, batch, nullcontext())
+    lean = True
+    for _ in range(3):
+        assert same(run(model, classify, batch, Lean(None, places)), plain)
 
 
 def test_an_activation_whose_result_the_next_layer_keeps_is_left_alone() -> None:

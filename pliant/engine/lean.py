@@ -29,7 +29,9 @@ from pliant.engine.rules import WAYS, keeps
 from pliant.engine.slices import Slices
 from pliant.recorder import SMALL
 
-_Clipped = tuple[list[Any], torch.Tensor, Pack, bool]  # what is kept for a function, its result, how to keep less; see `settle`
+_Clipped = tuple[
+    list[Any], torch.Tensor, Pack, bool
+]  # what is kept for a function, its result, how to keep less; see `has_clipped`
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -58,7 +60,7 @@ class Lean:
         self.clipped: _Clipped | None = None  # by the function that ran just now, if it clips
         self.watcher = _Watcher(self)
         self.is_watching = False
-        self._clipping: Clip | None = None  # the place of it, where notes are taken
+        self._clip: Clip | None = None  # the place of it, where notes are taken
 
     def __enter__(self) -> Lean:
         self._top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _none)
@@ -87,12 +89,14 @@ class Lean:
     def note(self) -> None:
         """Something is done for the function that runs now."""
         if self._places is not None:
-            self._places.note()
+            self._places.note(self)
 
-    def will_be_kept(self) -> bool | None:
-        """Whether the next layer keeps the result of the function that clips now, as it did when notes were taken; None: nobody
-        knows. To be asked once for each."""
-        return self._places.will_be_kept(self) if self._places is not None else None
+    def next_is_kept(self, is_exact: bool) -> bool | None:
+        """Goes on to the next function that clips: whether the layer after it keeps its result, as it did when notes were made.
+
+        None: nobody knows. `is_exact`: see `has_clipped`.
+        """
+        return self._places.next_is_kept(self, is_exact) if self._places is not None else None
 
     @property
     def is_on(self) -> bool:
@@ -124,21 +128,21 @@ class Lean:
         (there, result, pack, is_exact), self.clipped = self.clipped, None
         kept_anyway = keeps(func, args, result) and self.is_on
         if self._places is not None:
-            self._places.note_clipped(self._clipping, kept_anyway, is_exact)
+            self._places.settle_clip(self._clip, kept_anyway, is_exact)
         if not kept_anyway and result._version == there[2]:
             _pack_(there, pack)
 
     def has_clipped(
-        self, there: list[Any], result: torch.Tensor, pack: Pack, will_be_kept: bool | None, is_exact: bool = False
+        self, there: list[Any], result: torch.Tensor, pack: Pack, is_kept: bool | None, is_exact: bool = False
     ) -> None:
         """A function that clips has run: what is kept for it is settled now, or when the next one comes if nobody knows yet.
 
         `is_exact`: plain autograd keeps its result and nothing else, so that there is nothing to do where that is kept anyway.
         """
-        if will_be_kept is None:
+        if is_kept is None:
             self.clipped = there, result, pack, is_exact
-            self._clipping = self._places.note_clip() if self._places is not None else None
-        elif not will_be_kept:
+            self._clip = self._places.new_clip(self) if self._places is not None else None
+        elif not is_kept:
             _pack_(there, pack)
 
     def count(self, name: str, tensor: torch.Tensor) -> Packed:

@@ -2,13 +2,14 @@
 
 To look at a torch function takes Python as long as to launch it, and in most of a model there is nothing to do: what comes
 before the choice keeps nothing, and a chosen layer keeps what it needs. So one pass is watched everywhere and notes the modules
-in which something was done. In later passes the forward of each of these, and of no other, is called by way of the watcher, or
-where it does nothing but call one function, without it; what they call that has nothing to do is called without it again. For
-the time of the pass that stands in the module's own `__dict__`, where `forward` of an instance goes before that of its class.
-The model itself stands for what runs outside of its modules: its own forward, and the loss.
+in which something was done. In later passes the forward of each of these is called by way of the watcher, or where it does
+nothing but call one function, without it; what they call that has nothing to do is called without it again. For the time of the
+pass that stands in the module's own `__dict__`, where `forward` of an instance goes before that of its class. The model itself
+stands for what runs outside of its modules: its own forward, and the loss.
 
 A pass that takes another way than the one that was watched, and does there what would have to be watched, keeps what plain
-autograd keeps. Whether the next layer keeps what a function clips is as it was in the pass that was watched.
+autograd keeps. Whether the next layer keeps what a function clips is taken to be as it was in the pass that was watched: with
+ReLU6 and the like, where it does not, the result must not be changed in place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 Forward = Callable[..., Any]
 Clip = tuple[nn.Module, int]  # a module, and which of the functions that clip in it
-Clips = dict[nn.Module, list[bool]]  # whether the next layer kept what was clipped, one after another
+Clips = dict[nn.Module, list[bool]]  # whether the next layer kept what was clipped in a module, one after another
 
 _REMEMBERED = 8  # choices and modes
 
@@ -87,7 +88,7 @@ class _Known:
     """What a pass that was watched everywhere says of those that follow."""
 
     places: list[_Place]
-    outside: bool  # whether there is something to do outside of modules too
+    outside: bool  # whether there is something to do outside of modules too, or in the model's own forward
     clips: Clips
 
 
@@ -96,31 +97,30 @@ class Places:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
-        others = (torch.jit.ScriptModule, nn.DataParallel)  # no Python inside; copies of what stands in a module
-        self._can = not any(isinstance(module, others) for module in self._modules)
+        self._can = not any(_is_closed(module) for module in self._modules)
         self._known: dict[Hashable, _Known] = {}
         self._key: Hashable = None  # of a pass that takes notes
         self._inside: list[nn.Module] = []  # that run now, while all is watched
         self._found: dict[nn.Module, None] = {}  # where something was done, in the order of the pass
-        self._calls: dict[nn.Module, set[nn.Module]] = {}  # from which modules each was called
+        self._calls: list[tuple[nn.Module, nn.Module]] = []  # modules, and what called them
         self._clips: Clips = {}
         self._frame = self._modules[0]  # the module whose own functions run now, in a pass that is not watched everywhere
-        self._clipped: dict[nn.Module, int] = {}  # how often each clipped so far
+        self._clips_so_far: dict[nn.Module, int] = {}
         self._taken: list[_Place] = []
         self._lean: Lean | None = None
         self._thread = 0
 
     def enter(self, lean: Lean, choice: Hashable) -> bool:
-        """A pass begins. Gives whether it is to be watched everywhere."""
+        """A pass begins. Gives whether its watcher is to be on from the beginning: everywhere, or outside of modules."""
         if not self._can or self._lean is not None:  # or it begins inside of another one
             return True
         key = choice, tuple([module.training for module in self._modules])
         known = self._known.get(key)
         if known is not None and all(place.is_as_it_was for place in known.places):
             self._taken, watches, self._clips = known.places, known.outside, known.clips
-            self._frame, self._clipped = self._modules[0], {}
+            self._frame, self._clips_so_far = self._modules[0], {}
         else:
-            self._key, self._found, self._calls, self._clips = key, {}, {}, {}
+            self._key, self._found, self._calls, self._clips = key, {}, [], {}
             self._inside = [self._modules[0]]
             self._taken = [self._place(module, self._noting) for module in self._modules[1:]]
             watches = True
@@ -144,34 +144,40 @@ class Places:
     def _learned(self) -> _Known:
         """What a pass that was watched everywhere says of later ones."""
         model, found = self._modules[0], self._found
-        idle = [module for module, callers in self._calls.items() if module not in found and not callers.isdisjoint(found)]
+        idle = dict.fromkeys(module for module, caller in self._calls if module not in found and caller in found)
         places = [self._place(module, self._watching) for module in found if module is not model]
         places += [self._place(module, self._resting) for module in idle]
         return _Known(places, model in found, self._clips)
 
-    def note(self) -> None:
+    def note(self, lean: Lean) -> None:
         """Something was done for the function that runs now."""
-        if self._key is not None:
+        if self._takes_notes_for(lean):
             self._found[self._inside[-1]] = None
 
-    def will_be_kept(self, lean: Lean) -> bool | None:
-        """Whether the next layer kept what was clipped here when notes were taken; None if this pass does not follow one."""
+    def _takes_notes_for(self, lean: Lean) -> bool:
+        """Not for a pass inside of another one, nor for one in another thread."""
+        return self._key is not None and self._lean is lean
+
+    def next_is_kept(self, lean: Lean, is_exact: bool) -> bool | None:
+        """Goes on to the next function that clips in this module: whether the next layer kept what it clips when notes were
+        taken; None if this pass does not follow one."""
         if self._lean is not lean or self._key is not None:
             return None
-        number = self._clipped.get(self._frame, 0)
-        self._clipped[self._frame] = number + 1
-        kept = self._clips.get(self._frame, ())
-        return number < len(kept) and kept[number]
+        number, kept = self._clips_so_far.get(self._frame, 0), self._clips.get(self._frame, ())
+        self._clips_so_far[self._frame] = number + 1
+        if is_exact:  # a wrong answer costs memory at most
+            return number < len(kept) and kept[number]
+        return number < len(kept) and all(kept)  # by number alone, one that is left out would shift the others
 
-    def note_clip(self) -> Clip | None:
+    def new_clip(self, lean: Lean) -> Clip | None:
         """The place of what is clipped now, if notes are taken."""
-        if self._key is None:
+        if not self._takes_notes_for(lean):
             return None
         module = self._inside[-1]
         self._clips.setdefault(module, []).append(False)
         return module, len(self._clips[module]) - 1
 
-    def note_clipped(self, clip: Clip | None, kept: bool, is_exact: bool) -> None:
+    def settle_clip(self, clip: Clip | None, kept: bool, is_exact: bool) -> None:
         """Whether the layer after it kept what was clipped. If so, and plain autograd keeps only that, nothing is to do."""
         if clip is None or self._key is None:
             return
@@ -188,7 +194,7 @@ class Places:
         def noted(*args: Any, **kwargs: Any) -> Any:
             if get_ident() != self._thread:
                 return forward(*args, **kwargs)
-            self._calls.setdefault(module, set()).add(self._inside[-1])
+            self._calls.append((module, self._inside[-1]))
             self._inside.append(module)
             try:
                 return forward(*args, **kwargs)
@@ -232,21 +238,33 @@ class Places:
     def _resting(self, module: nn.Module, forward: Forward) -> Forward:
         def rested(*args: Any, **kwargs: Any) -> Any:
             lean = self._lean
-            if lean is None or not lean.is_watching or get_ident() != self._thread or not _is_on_top(lean):
+            if lean is None or not lean.is_watching or get_ident() != self._thread:
                 return forward(*args, **kwargs)
-            return self._unwatched(lean, forward, args, kwargs)
+            frame, self._frame = self._frame, module
+            try:
+                if _is_on_top(lean):
+                    return self._unwatched(lean, forward, args, kwargs)
+                return forward(*args, **kwargs)
+            finally:
+                self._frame = frame
 
         return rested
 
     @staticmethod
     def _unwatched(lean: Lean, run: Forward, args: Any, kwargs: Any) -> Any:
-        _pop()
         lean.is_watching = False
+        _pop()
         try:
             return run(*args, **kwargs)
         finally:
-            lean.is_watching = True
             _push(lean.watcher)
+            lean.is_watching = True
+
+
+def _is_closed(module: nn.Module) -> bool:
+    """Whether nothing can stand for forwards inside: no Python runs there, or it is compiled, or copies of it run."""
+    is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return is_compiled or isinstance(module, (torch.jit.ScriptModule, nn.DataParallel))
 
 
 def _is_on_top(lean: Lean) -> bool:

@@ -104,12 +104,12 @@ def _relu(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if lean.around is not None:
         return lean.run(_ABOVE_0, func, args, kwargs)
-    will_be_kept = lean.will_be_kept()
-    if will_be_kept:
+    is_kept = lean.next_is_kept(is_exact=True)
+    if is_kept:
         return func(*args, **kwargs)
     out, there = lean.run_clipping(func, args, kwargs)
     there += kept.unchanged, out.detach(), out._version
-    lean.has_clipped(there, out, _ABOVE_0, will_be_kept, is_exact=True)
+    lean.has_clipped(there, out, _ABOVE_0, is_kept, is_exact=True)
     return out
 
 
@@ -151,7 +151,8 @@ def _clip(lean: Lean, func: Any, args: Any, kwargs: Any, input: Any, low: float,
     else:
         out, there = lean.run_clipping(func, args, kwargs)
         there += kept.unchanged, out.detach(), out._version
-    lean.has_clipped(there, out, pack, lean.will_be_kept())
+    is_kept = lean.next_is_kept(is_exact=False)
+    lean.has_clipped(there, out, pack, is_kept and as_autocast(out)[0] is out)  # or the layer keeps a copy, and this may change
     return out
 
 
