@@ -17,12 +17,13 @@ that will come. Methods:
     sparse update   a fixed choice of layers and input channels, made once, on the source: MIT's scheme
     lora            rank 4 beside every 1×1 convolution
     random          channels by lot inside the budget of tinytrain
-    tinytrain       the paper's choice; exact: ours under the same budget; inputs: exact with slices of input channels
+    tinytrain       the paper's choice; exact: ours under the same budget; inputs: exact with slices of input channels; half:
+                    exact with half of the MACs
     pliant          exact, by the update gain of `recipes.pliant` in place of Fisher information
 
-The last five keep inside 1 MB beyond inference and 0.15 of a full backward pass's MACs. Accuracies do not hang on how many
-images a pass holds (gradients gather over the whole support set), so runs use large ones. What one image at a time takes up
-is what `fewshot_costs.py` measures.
+From `random` on all keep inside 1 MB beyond inference and 0.15 of a full backward pass's MACs. Accuracies do not hang on how
+many images a pass holds (gradients gather over the whole support set), so runs use large ones. What one image at a time takes
+up is what `fewshot_costs.py` measures.
 """
 
 from __future__ import annotations

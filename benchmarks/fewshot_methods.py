@@ -38,8 +38,8 @@ MEMORY, MACS = "1MB", 0.15
 # ---------------------------------------------------------------- methods
 
 
-def tinytrain(**how: Any) -> Policy:
-    return recipes.tinytrain(memory=MEMORY, macs=MACS, **how)
+def tinytrain(macs: float = MACS, **how: Any) -> Policy:
+    return recipes.tinytrain(memory=MEMORY, macs=macs, **how)
 
 
 def full() -> Policy:
@@ -91,6 +91,7 @@ METHODS: dict[str, Callable[[nn.Module], Policy | None]] = {
     "tinytrain": lambda net: tinytrain(),
     "tinytrain, exact": lambda net: tinytrain(exact=True),
     "tinytrain, exact, inputs": lambda net: tinytrain(exact=True, axis="in"),
+    "tinytrain, exact, half": lambda net: tinytrain(exact=True, macs=MACS / 2),
     "pliant": lambda net: channels_by_gain(),
 }
 
