@@ -236,7 +236,7 @@ def over_full(cells: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """Methods, their mean over domains of what they are ahead of full training, and half of its 95 % interval."""
     domains = list(dict.fromkeys(c["domain"] for c in cells))
     found = {name: _over_full(cells, name, domains) for name in dict.fromkeys(c["method"] for c in cells) if name != "full"}
-    return [(name, *_mean_and_half(pairs)) for name, pairs in found.items() if all(pairs)]
+    return [(name, *_mean_and_half(pairs)) for name, pairs in found.items() if min(map(len, pairs)) > 1]
 
 
 def _taken(tuning: list[dict[str, Any]]) -> Callable[[dict[str, Any]], float]:

@@ -117,7 +117,7 @@ def cost_cell(backbone: str, method: str) -> dict[str, Any]:
 def time_cell(backbone: str, way: str, setting: dict[str, Any]) -> dict[str, Any]:
     method = way.removesuffix(", cache")
     how: dict[str, Any] = {"engine": "plain"} if method == "full" else TIMED[way] or {"engine": "auto"}
-    how |= {"batch": setting["batch"], "views": setting["views"]}
+    how = {**how, "batch": setting["batch"], "views": setting["views"]}
 
     def adapt(support: images.ImageSet, steps: int) -> tuple[float, float]:
         """CPU seconds until what trains is chosen, and in all."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, problems
@@ -572,3 +575,29 @@ def test_milp_writes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_bits_name_positions() -> None:
     assert bits(np.array([True, False, True])) == 0b101
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "puts"), reason="no C library to write with")
+def test_what_the_solver_prints_of_itself_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The standard output may be read by another program; it is there again afterwards, also where the solver fails."""
+    libc = ctypes.CDLL(None)
+    one = problem([3.0, 2.0, 2.5], np.eye(3, dtype=int), [[1.0, 2.0, 1.5], [2.0, 1.0, 1.5]], [2.6, 2.6])
+
+    def noisy(*args: Any, **kwargs: Any) -> Any:
+        libc.puts(b"solving a part again")
+        if fails:
+            raise RuntimeError("no answer")
+        return own(*args, **kwargs)
+
+    own = scipy.optimize.milp
+    monkeypatch.setattr(scipy.optimize, "milp", noisy)
+    fails = False
+    milp()(one)
+    fails = True
+    with pytest.raises(RuntimeError):
+        milp()(one)
+    libc.puts(b"after")
+    libc.fflush(None)
+    assert capfd.readouterr().out == "after\n"

@@ -48,7 +48,8 @@ def within(flat: torch.Tensor, low: float, high: float, nan: bool) -> torch.Tens
     if count:
         is_open = high == math.inf
         grid = (triton.cdiv(len(packed), _BLOCK),)
-        _within[grid](flat, packed, count, low, 0.0 if is_open else high, NAN=nan, OPEN=is_open, BLOCK=_BLOCK)
+        with torch.cuda.device(flat.device):  # Triton launches on the current one
+            _within[grid](flat, packed, count, low, 0.0 if is_open else high, NAN=nan, OPEN=is_open, BLOCK=_BLOCK)
     return packed
 
 
@@ -56,5 +57,6 @@ def unpack(packed: torch.Tensor, count: int, dtype: torch.dtype, yes: float, no:
     """As in `bits`, for the DTYPES."""
     values = torch.empty(count, dtype=dtype, device=packed.device)
     if count:
-        _unpack[(triton.cdiv(len(packed), _BLOCK),)](packed, values, count, yes, no, BLOCK=_BLOCK)
+        with torch.cuda.device(packed.device):
+            _unpack[(triton.cdiv(len(packed), _BLOCK),)](packed, values, count, yes, no, BLOCK=_BLOCK)
     return values

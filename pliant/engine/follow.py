@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from weakref import ref
@@ -24,6 +25,21 @@ from pliant.engine.program import (
 
 LEAKS = "values of the part live on after the forward pass"
 KEPT = "what lies between a convolution and its norm lives on after the forward pass"
+
+
+_Cast = tuple[bool, torch.dtype]  # whether autocast is on, and its type
+_Waiting = tuple[
+    torch.Tensor, int, Any, int, _Cast
+]  # what stands for a convolution until its norm comes, and how that was called
+
+
+def _autocast(kind: str) -> _Cast:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _as_it_was(kind: str, cast: _Cast) -> Any:
+    """Autocast as it was then."""
+    return nullcontext() if cast == _autocast(kind) else torch.autocast(kind, cast[1], enabled=cast[0])
 
 
 class Strayed(BaseException):
@@ -175,7 +191,7 @@ class Miss(_Mode):
         self._weights = weights
         self._is_odd = plan.channels_last or plan.dtype is not None
         self._odd: dict[int, tuple[ref[torch.Tensor], Value]] = {}  # tensors that lie otherwise than they would have
-        self._waiting: tuple[torch.Tensor, int, Any, Any] | None = None  # what stands for a convolution until its norm comes
+        self._waiting: _Waiting | None = None
         self._empty: list[ref[torch.Tensor]] = []
         self._clipped: tuple[int, torch.Tensor] | None = None  # where a clipping is due, and what is clipped already
 
@@ -240,15 +256,17 @@ class Miss(_Mode):
             self._make_up()
             value = plan.values[call.makes[0]]
             empty = nothing(value.shape, value.dtype, value.device).detach()
-            self._waiting = empty, at, args, version(args[0])
+            self._waiting = empty, at, args, version(args[0]), _autocast(args[0].device.type)
             self._empty.append(ref(empty))
             return empty
         if at in plan.norms and self._waiting is not None and args[:1] and args[0] is self._waiting[0]:
             tensors, plain = split(args, kwargs)
             if plain == call.plain and self._are_leaves(tensors[1:], call.reads[1:]):
-                _, conv_at, conv, _ = self._waiting
+                _, conv_at, conv, _, cast = self._waiting
                 self._waiting = None
-                return self._odd_or_not(self._convolve(conv_at, conv, _norm_settings(*args, **kwargs), at), call)
+                with _as_it_was(conv[0].device.type, cast):
+                    out = self._convolve(conv_at, conv, _norm_settings(*args, **kwargs), at)
+                return self._odd_or_not(out, call)
         self._make_up()
         if self._clipped is not None:
             due, clipped = self._clipped
@@ -263,7 +281,8 @@ class Miss(_Mode):
             out = self._convolve(at, args, None)
         elif func is F.linear and not kwargs and plan.dtype is not None and self._are_leaves(args[1:3], call.reads[1:]):
             input, weight, bias = (*args, None)[:3]
-            out = func(input.to(plan.dtype), *self._weights.get(plan, weight, bias, None, plan.dtype, last=False))
+            with torch.autocast(input.device.type, enabled=False):
+                out = func(input.to(plan.dtype), *self._weights.get(plan, weight, bias, None, plan.dtype, last=False))
         else:
             if func is F.linear:
                 self._lay_out(args, kwargs)
@@ -282,7 +301,7 @@ class Miss(_Mode):
         plan = self.plan
         dtype = plan.dtype or weight.dtype
         kind = input.device.type
-        if plan.dtype is None and torch.is_autocast_enabled(kind):
+        if plan.dtype is None and torch.is_autocast_enabled(kind) and dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(kind)
         last = plan.channels_last and input.dim() == 4
         if norm is not None:
@@ -293,15 +312,23 @@ class Miss(_Mode):
             input = input.to(dtype)
         if last:
             input = input.contiguous(memory_format=torch.channels_last)
-        out: torch.Tensor = plan.calls[at].func(input, weight, bias, *settings)
+        with torch.autocast(kind, enabled=False) if plan.dtype is not None else nullcontext():
+            out: torch.Tensor = plan.calls[at].func(input, weight, bias, *settings)
         return out if norm is None or is_folded else self._normed(out, norm, norm_at)
+
+    def _has_kernels(self, out: torch.Tensor) -> bool:
+        return out.is_cuda
 
     def _normed(self, out: torch.Tensor, norm: tuple[Any, ...], at: int) -> torch.Tensor:
         """What a convolution gives, after the norm, which is not folded into weights that are rounded: they would be rounded
         otherwise than the model's own, and what trains on these features would not fit those that the model has later."""
         plan = self.plan
-        kernels = norm_kernels() if out.is_cuda else None
+        kernels = norm_kernels() if self._has_kernels(out) else None
         if kernels is None or not kernels.serves(out):
+            if plan.dtype is not None:  # not the type of the norm: PyTorch's own takes but some pairs of types
+                exact = torch.promote_types(out.dtype, torch.float32)
+                scale, shift = (one.to(exact).view(-1, *[1] * (out.dim() - 2)) for one in self._weights.line(plan, norm))
+                return (out.to(exact) * scale + shift).to(out.dtype)
             mean, var, gamma, beta, eps, _ = norm
             return F.batch_norm(out, mean, var, gamma, beta, False, 0.0, eps)
         due, low, high = plan.clips.get(at, (-1, 0.0, 0.0))
@@ -314,12 +341,13 @@ class Miss(_Mode):
         """Something else than the norm came after a convolution: compute it after all."""
         if self._waiting is None:
             return
-        empty, at, args, was = self._waiting
+        empty, at, args, was, cast = self._waiting
         self._waiting = None
         if version(args[0]) != was:
             raise Strayed(f"the program changed: the input of {name_of(self.plan.calls[at].func)} was written to")
         self._lay_out(args, {})
-        empty.data = self.plan.calls[at].func(*args)
+        with _as_it_was(args[0].device.type, cast):
+            empty.data = self.plan.calls[at].func(*args)
         self._empty.pop()
 
     # ------------------------------------------------------------ how tensors lie in memory

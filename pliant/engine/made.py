@@ -23,8 +23,9 @@ class Made:
     ) -> None:
         """`keep` is how a tensor that was made is kept: in another type, or in another order in memory. `make(…, into=…)` may
         write what it can right there, and gives what it made in any case."""
-        self._make, self._sources, self._state = make, [ref(one) for one in sources], _state(sources)
+        self._make, self._keep, self._sources, self._state = make, keep, [ref(one) for one in sources], _state(sources)
         self.tensors = tuple([None if one is None else keep(one) for one in make(*sources)])
+        self._is_source = self._are_sources(sources)
 
     def is_of(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether these are what it was made of, and not others in their place."""
@@ -40,10 +41,20 @@ class Made:
         state = _state(sources)
         if len(sources) < len(self._sources) or state == self._state:
             return
-        for old, new in zip(self.tensors, self._make(*sources, into=self.tensors), strict=True):
-            if old is not None and new is not None and old.data_ptr() != new.data_ptr():  # some are the weight itself
+        into = tuple([None if same else one for one, same in zip(self.tensors, self._is_source, strict=True)])
+        tensors = list(self.tensors)
+        for place, (old, new) in enumerate(zip(into, self._make(*sources, into=into), strict=True)):
+            if old is None and new is not None:  # a source itself, which lies elsewhere now: what lay there is not ours
+                tensors[place] = self._keep(new)
+            elif old is not None and new is not None and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
-        self._state = state
+        self.tensors, self._state = tuple(tensors), state
+        self._is_source = self._are_sources(sources)
+
+    def _are_sources(self, sources: Sequence[torch.Tensor]) -> list[bool]:
+        """Which of the tensors are no copies, but what they are made of."""
+        places = {one.data_ptr() for one in sources}
+        return [one is not None and one.data_ptr() in places for one in self.tensors]
 
     def _living(self) -> list[torch.Tensor]:
         return [one for one in (source() for source in self._sources) if one is not None]

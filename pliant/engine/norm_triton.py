@@ -1,6 +1,6 @@
 """A batch norm at rest and the clipping after it in one pass over a channels-last tensor on CUDA, where there is Triton.
 
-It computes in float32 and rounds once, as PyTorch's own norm does, so that what it gives is what the model gives without it.
+It computes in float32 and rounds once, as PyTorch's own norm does: it gives what the model gives without it, up to ties.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def norm_(
     low, high = clip or (-math.inf, math.inf)
     rows, channels = values.numel() // values.shape[1], values.shape[1]
     grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(channels, _CHANNELS),)
-    _normed[grid](values, scale, shift, rows, channels // _EIGHT, low, high, ROWS=_ROWS, CHANNELS=_CHANNELS)
+    with torch.cuda.device(values.device):  # Triton launches on the current one
+        _normed[grid](values, scale, shift, rows, channels // _EIGHT, low, high, ROWS=_ROWS, CHANNELS=_CHANNELS)
     return values
 
 

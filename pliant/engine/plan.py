@@ -146,9 +146,11 @@ class Plan:
             call = self.calls[at]
             if call.func not in _CONVOLUTIONS or len(call.makes) != 1 or any(number >= 0 for number in call.reads[1:]):
                 continue
-            value = self.values[call.makes[0]]
+            value, weight = self.values[call.makes[0]], self.program.leaves[~call.reads[1]]()
             after = next((i for i in range(at + 1, len(self.calls)) if self.calls[i].kind not in ("form", "layout")), -1)
             if value.readers != [after] or call.makes[0] in self.program.kept:
+                continue
+            if weight is None or weight.dim() != len(value.shape):  # of one sample: what comes first is no batch
                 continue
             norm = self.calls[after]
             is_norm = norm.func is F.batch_norm and norm.kind == "part" and norm.reads[:1] == call.makes and not norm.changes
@@ -157,7 +159,7 @@ class Plan:
         return folds
 
     def _find_clips(self) -> dict[int, tuple[int, float, float]]:
-        """Folded norms after which nothing but a clipping comes: position → its position, and between what it clips."""
+        """Norms behind a convolution after which nothing but a clipping comes: position → its position, and its limits."""
         clips = {}
         for at in self.norms:
             number = self.calls[at].makes[0]

@@ -1,10 +1,10 @@
 """Whatever lies before the first chosen parameter is inference: run it as such, or not at all where its results are kept.
 
 The program of a forward pass is recorded once (see `program`) and followed in later passes, call by call. Calls of the part
-that needs no gradient run without other modes and channels-last, with batch norms folded into the convolutions before them, or
-in one kernel with the clipping after them where weights would be rounded. On a hit in the feature cache they do not run, and
-tensors without memory stand for what nobody reads. Every other call runs as the user wrote it, on values that lie in memory as
-they would have. Where a pass strays from its program, it goes on plainly.
+that needs no gradient run without other modes, channels-last, and with batch norms folded into the convolutions before them, or
+on CUDA in one kernel with the clipping after them; weights that are rounded are left as they are. On a hit in the feature cache
+they do not run, and tensors without memory stand for what nobody reads. Every other call runs as the user wrote it, on values
+that lie in memory as they would have. Where a pass strays from its program, it goes on plainly.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Prefix:
             out = forward()
         with unwatched():
             plan = Plan(recorder.program(), self.model, self._names, self.dtype)
-            if plan.folds and batch[0].is_cuda:
+            if plan.folds and any(tensor.is_cuda for tensor in batch):
                 norm_kernels()
         self._programs[key] = plan
         while len(self._programs) > _PROGRAMS:

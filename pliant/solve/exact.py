@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -225,18 +230,44 @@ def _branch_and_bound(problem: Problem, best: Mask, gap: float, nodes: int, tigh
         constraints.append(LinearConstraint(links.tocsr(), 0, np.inf))
     worth = np.concatenate([problem.values[free] / problem.values[free].max(), np.zeros(m)])
     constraints.append(LinearConstraint(worth[None], worth[:n] @ best[free] + 1e-7, np.inf))
-    result = milp(
-        -worth,
-        integrality=np.ones(n + m),  # charges follow units, so they are whole anyway; said, HiGHS searches less
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"mip_rel_gap": gap, "node_limit": nodes},
-    )
+    with _silence():
+        result = milp(
+            -worth,
+            integrality=np.ones(n + m),  # charges follow units, so they are whole anyway; said, HiGHS searches less
+            bounds=Bounds(0, 1),
+            constraints=constraints,
+            options={"mip_rel_gap": gap, "node_limit": nodes},
+        )
     if result.x is None:
         return None
     chosen = problem.always.copy()
     chosen[free[result.x[:n] > 0.5]] = True
     return chosen
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Inside, what C code writes to the standard output goes nowhere.
+
+    HiGHS tells it now and then that it solves a part again, whatever it was told (jump-dev/HiGHS.jl, issue 312), and what we
+    print there may be read by another program.
+    """
+    try:
+        sys.stdout.flush()
+        flush = ctypes.CDLL(None).fflush
+        flush(None)
+        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    except (OSError, AttributeError, TypeError, ValueError):  # there is none, or no C library to ask
+        yield
+        return
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _precedence(rows: Mask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
