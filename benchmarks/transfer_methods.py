@@ -73,8 +73,8 @@ class Method:
 
     @property
     def is_plain(self) -> bool:
-        """A loop without a session."""
-        return self.recipe == "full" and "captured" not in self.words
+        """A loop without a session: which other words need."""
+        return self.recipe == "full" and self.words.keys() <= {"tuned", "epochs"}
 
     @property
     def is_tuned(self) -> bool:
