@@ -770,8 +770,7 @@ def test_a_norm_and_the_clipping_after_it_in_one_kernel_give_what_the_model_give
 ) -> None:
     """Also after its statistics, its scale and its weights have changed."""
     kernels = Emulated()
-    monkeypatch.setattr(follow, "norm_kernels", lambda: kernels)
-    monkeypatch.setattr(follow.Miss, "_has_kernels", lambda self, out: True)
+    monkeypatch.setattr(follow, "norm_kernels", lambda kind: kernels)
     model, batch = deep(3, activation, bias), torch.randn(4, 3, 6, 6)
 
     def forward() -> torch.Tensor:
@@ -856,9 +855,9 @@ def test_a_norm_behind_an_unbatched_convolution_is_not_folded() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_cuda_a_norm_and_the_clipping_after_it_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eagerly and captured, it gives what the model gives."""
-    kernels, calls = follow.norm_kernels(), []
-    if kernels is None:
-        pytest.skip("Triton does not work here")
+    pytest.importorskip("triton")
+    kernels, calls = follow.norm_kernels("cuda"), []
+    assert kernels is not None
     norm_ = kernels.norm_
     monkeypatch.setattr(kernels, "norm_", lambda *given: calls.append(given[3]) or norm_(*given))
     model = deep(8).cuda().to(memory_format=torch.channels_last)

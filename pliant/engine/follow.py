@@ -28,18 +28,17 @@ KEPT = "what lies between a convolution and its norm lives on after the forward 
 
 
 _Cast = tuple[bool, torch.dtype]  # whether autocast is on, and its type
-_Waiting = tuple[
-    torch.Tensor, int, Any, int, _Cast
-]  # what stands for a convolution until its norm comes, and how that was called
+# What stands for a convolution until its norm comes: its position, its arguments, the version of its input, and autocast then.
+_Waiting = tuple[torch.Tensor, int, Any, int, _Cast]
 
 
-def _autocast(kind: str) -> _Cast:
+def autocast(kind: str) -> _Cast:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _as_it_was(kind: str, cast: _Cast) -> Any:
     """Autocast as it was then."""
-    return nullcontext() if cast == _autocast(kind) else torch.autocast(kind, cast[1], enabled=cast[0])
+    return nullcontext() if cast == autocast(kind) else torch.autocast(kind, cast[1], enabled=cast[0])
 
 
 class Strayed(BaseException):
@@ -256,7 +255,7 @@ class Miss(_Mode):
             self._make_up()
             value = plan.values[call.makes[0]]
             empty = nothing(value.shape, value.dtype, value.device).detach()
-            self._waiting = empty, at, args, version(args[0]), _autocast(args[0].device.type)
+            self._waiting = empty, at, args, version(args[0]), autocast(args[0].device.type)
             self._empty.append(ref(empty))
             return empty
         if at in plan.norms and self._waiting is not None and args[:1] and args[0] is self._waiting[0]:
@@ -316,14 +315,11 @@ class Miss(_Mode):
             out: torch.Tensor = plan.calls[at].func(input, weight, bias, *settings)
         return out if norm is None or is_folded else self._normed(out, norm, norm_at)
 
-    def _has_kernels(self, out: torch.Tensor) -> bool:
-        return out.is_cuda
-
     def _normed(self, out: torch.Tensor, norm: tuple[Any, ...], at: int) -> torch.Tensor:
         """What a convolution gives, after the norm, which is not folded into weights that are rounded: they would be rounded
         otherwise than the model's own, and what trains on these features would not fit those that the model has later."""
         plan = self.plan
-        kernels = norm_kernels() if self._has_kernels(out) else None
+        kernels = norm_kernels(out.device.type)
         if kernels is None or not kernels.serves(out):
             if plan.dtype is not None:  # not the type of the norm: PyTorch's own takes but some pairs of types
                 exact = torch.promote_types(out.dtype, torch.float32)
@@ -376,11 +372,13 @@ class Miss(_Mode):
 
 
 @cache
-def norm_kernels() -> Any:
-    """What computes a norm and the clipping after it in one kernel, where there is Triton and it works.
+def norm_kernels(kind: str) -> Any:
+    """What computes a norm and the clipping after it in one kernel on such a device: on CUDA, where Triton works.
 
     To be asked before a step is captured.
     """
+    if kind != "cuda":
+        return None
     try:
         from pliant.engine import norm_triton
 

@@ -29,9 +29,8 @@ from pliant.engine.rules import WAYS, keeps
 from pliant.engine.slices import Slices
 from pliant.recorder import SMALL
 
-_Clipped = tuple[
-    list[Any], torch.Tensor, Pack, bool
-]  # what is kept for a function, its result, how to keep less; see `has_clipped`
+# What is kept for a function that clips, its result, how to keep less, and `is_exact` (see `has_clipped`).
+_Clipped = tuple[list[Any], torch.Tensor, Pack, bool]
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant import batches
 from pliant.engine.features import Features
-from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed, norm_kernels
+from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed, autocast, norm_kernels
 from pliant.engine.made import Made
 from pliant.engine.plan import NEW, Plan, Weights
 from pliant.engine.program import (
@@ -167,8 +167,8 @@ class Prefix:
             out = forward()
         with unwatched():
             plan = Plan(recorder.program(), self.model, self._names, self.dtype)
-            if plan.folds and any(tensor.is_cuda for tensor in batch):
-                norm_kernels()
+            for kind in {tensor.device.type for tensor in batch} if plan.folds else ():
+                norm_kernels(kind)
         self._programs[key] = plan
         while len(self._programs) > _PROGRAMS:
             self._programs.popitem(last=False)
@@ -244,4 +244,4 @@ def _state(model: nn.Module) -> tuple[Hashable, bool]:
 
 
 def _autocast() -> Hashable:
-    return tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
+    return autocast("cpu"), autocast("cuda")

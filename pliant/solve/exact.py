@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +9,7 @@ from numpy.typing import NDArray
 
 from pliant.solve.problem import SLACK, Array, Mask, Problem, Solver
 from pliant.solve.rules import greedy
+from pliant.solve.silence import silence
 
 _MOST_TIGHTENINGS = 30  # moments of a peak that `milp` takes up one after the other
 _ERROR_BITS = 12  # how finely a state of the knapsack table remembers what rounding did to its price
@@ -230,7 +226,7 @@ def _branch_and_bound(problem: Problem, best: Mask, gap: float, nodes: int, tigh
         constraints.append(LinearConstraint(links.tocsr(), 0, np.inf))
     worth = np.concatenate([problem.values[free] / problem.values[free].max(), np.zeros(m)])
     constraints.append(LinearConstraint(worth[None], worth[:n] @ best[free] + 1e-7, np.inf))
-    with _silence():
+    with silence():
         result = milp(
             -worth,
             integrality=np.ones(n + m),  # charges follow units, so they are whole anyway; said, HiGHS searches less
@@ -243,31 +239,6 @@ def _branch_and_bound(problem: Problem, best: Mask, gap: float, nodes: int, tigh
     chosen = problem.always.copy()
     chosen[free[result.x[:n] > 0.5]] = True
     return chosen
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Inside, what C code writes to the standard output goes nowhere.
-
-    HiGHS tells it now and then that it solves a part again, whatever it was told (jump-dev/HiGHS.jl, issue 312), and what we
-    print there may be read by another program.
-    """
-    try:
-        sys.stdout.flush()
-        flush = ctypes.CDLL(None).fflush
-        flush(None)
-        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    except (OSError, AttributeError, TypeError, ValueError):  # there is none, or no C library to ask
-        yield
-        return
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _precedence(rows: Mask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
