@@ -161,9 +161,8 @@ def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[A
     rates_by: dict[tuple[Any, ...], list[float]] = {}
     for *task, lr in (one for one in out if one not in known):
         rates_by.setdefault(tuple(task), []).append(lr)
-    return sorted(
-        ((*task, tuple(rates)) for task, rates in rates_by.items()), key=lambda one: one[3]
-    )  # all methods get on alike
+    by_task = [(*task, tuple(rates)) for task, rates in rates_by.items()]
+    return sorted(by_task, key=lambda one: one[3])  # every method gets on as far as the others
 
 
 def rates_of(
