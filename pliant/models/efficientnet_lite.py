@@ -84,10 +84,10 @@ class EfficientNetLite0(nn.Module):
 
     def embed(self, images: Tensor) -> Tensor:
         """Images → one vector of 1280 features each."""
-        x = F.relu6(self.stem(images))
+        x = self.stem(images)
         for block in self.blocks:
             x = block(x)
-        return F.relu6(self.top(x)).mean((2, 3))
+        return self.top(x).mean((2, 3))
 
     def forward(self, images: Tensor) -> Tensor:
         """Images → logits."""
@@ -102,31 +102,33 @@ class Block(nn.Module):
         wide = channels * expansion
         self.expand = ConvNorm(channels, wide) if expansion > 1 else None
         self.depthwise = ConvNorm(wide, wide, kernel, stride, groups=wide)
-        self.project = ConvNorm(wide, out)
+        self.project = ConvNorm(wide, out, clips=False)
         self.residual = stride == 1 and channels == out
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x if self.expand is None else F.relu6(self.expand(x))
-        y = self.project(F.relu6(self.depthwise(y)))
+        y = x if self.expand is None else self.expand(x)
+        y = self.project(self.depthwise(y))
         return x + y if self.residual else y
 
 
 class ConvNorm(nn.Module):
-    """A convolution that pads like TensorFlow, then batch norm."""
+    """A convolution that pads like TensorFlow, then batch norm, then ReLU6 where it `clips`."""
 
-    def __init__(self, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> None:
+    def __init__(self, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, clips: bool = True) -> None:
         super().__init__()
         # At stride 1 TensorFlow's padding is the symmetric one, which the convolution does itself, without a copy.
         padding = kernel // 2 if stride == 1 else 0
         self.conv = nn.Conv2d(channels, out, kernel, stride, padding, groups=groups, bias=False)
         self.norm = nn.BatchNorm2d(out, eps=1e-3, momentum=0.01)
         nn.init.normal_(self.conv.weight, std=math.sqrt(2 * groups / (kernel * kernel * out)))
+        self.act = nn.ReLU6() if clips else None
         self.kernel, self.stride = kernel, stride
 
     def forward(self, x: Tensor) -> Tensor:
         if self.stride > 1:
             x = pad_same(x, self.kernel, self.stride)
-        return self.norm(self.conv(x))
+        x = self.norm(self.conv(x))
+        return x if self.act is None else self.act(x)
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
