@@ -165,7 +165,7 @@ class Run:
             self.loss,
             self.policy,
             engine=self.method.engine,
-            norm=self.method.words.get("norm", "chosen"),
+            norm=self.method.words.get("norm", "auto"),
             clip=CLIP,
             steps_per_epoch=per_epoch,
             total_steps=total,

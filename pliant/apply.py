@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -15,7 +16,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-NormRule = Literal["chosen", "frozen", "as-is"]
+NormRule = Literal["auto", "chosen", "frozen", "as-is"]
+ENOUGH = 1000  # values of a channel in a batch: on statistics of far fewer a network trains worse than on those it has
+
+_FORGOTTEN = 0.01  # of what running statistics began with
 
 
 def apply_(
@@ -78,8 +82,9 @@ def restore_(was: Found) -> None:
 class Norms:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
 
-    A norm whose parameters are not chosen runs on its running statistics, whatever `model.train()` says. The user's own wish is
-    what the module shows when it does not show what we set, or the mode that the whole model was switched to.
+    A norm whose parameters are not chosen runs on its running statistics, whatever `model.train()` says. With "auto" so does a
+    chosen one, as long as anything is not chosen, where batches are too small to tell statistics by (`settle_`). The user's own
+    wish is what the module shows when it does not show what we set, or the mode that the whole model was switched to.
     """
 
     model: nn.Module
@@ -89,10 +94,11 @@ class Norms:
     _wanted: dict[str, bool] = field(default_factory=dict)
     _set: dict[str, bool] = field(default_factory=dict)
     _whole: bool = True
+    _resting: frozenset[str] | None = None  # those that "auto" keeps at rest; None before it is settled
 
     def __post_init__(self) -> None:
-        if self.rule not in ("chosen", "frozen", "as-is"):
-            raise ValueError(f"norm={self.rule!r}: choose 'chosen', 'frozen' or 'as-is'.")
+        if self.rule not in ("auto", "chosen", "frozen", "as-is"):
+            raise ValueError(f"norm={self.rule!r}: choose 'auto', 'chosen', 'frozen' or 'as-is'.")
         names = {id(param): name for name, param in self.model.named_parameters()}  # a tied parameter has one name
         for name, module in self.model.named_modules():
             if isinstance(module, _NormBase) and module.track_running_stats and module.running_mean is not None:
@@ -100,6 +106,34 @@ class Norms:
                 self._own[name] = [names[id(param)] for param in module._parameters.values() if param is not None]
                 self._wanted[name] = module.training
         self._whole = self.model.training
+
+    def settle_(self, run: Callable[[], Any]) -> float | None:
+        """Decide what "auto" means from one forward pass, `run`, that leaves no trace: norms rest where a batch holds fewer
+        than `ENOUGH` values of a channel, in the median over them. Gives that number where they do.
+
+        Statistics that are still those of a new norm mean nothing: such a norm is not asked, and moves when it is chosen.
+        """
+        if self.rule != "auto" or self._resting is not None:
+            return None
+        learned = {name: module for name, module in self._norms.items() if self._wanted[name] and _has_learned(module)}
+        values = _values_per_channel(self.model, learned, run) if learned else []
+        few = median(values) if values else ENOUGH
+        self._resting = frozenset(learned) if few < ENOUGH else frozenset()
+        return few if self._resting else None
+
+    @property
+    def priced(self) -> NormRule:
+        """The rule to price steps by: what "auto" comes down to, or the dearer one where norms differ."""
+        if self.rule != "auto":
+            return self.rule
+        return "frozen" if self._resting and self._resting.issuperset(self._norms) else "chosen"
+
+    def state(self) -> list[str] | None:
+        """What was settled, in plain types."""
+        return None if self._resting is None else sorted(self._resting)
+
+    def load(self, state: list[str] | None) -> None:
+        self._resting = None if state is None else frozenset(state)
 
     def hold_(self, among: Collection[str], chosen: Collection[str]) -> None:
         """Set every norm's mode for this choice. Call before each forward pass."""
@@ -111,7 +145,8 @@ class Norms:
             candidates = [p for p in self._own[name] if p in among]
             # A norm without parameters to choose goes along only when the whole model trains.
             along = any(p in chosen for p in candidates) if candidates else everything
-            mode = self._wanted[name] and along and self.rule == "chosen"
+            moves = self.rule != "frozen" and (everything or not self._resting or name not in self._resting)
+            mode = self._wanted[name] and along and moves
             self._set[name] = mode
             if module.training != mode:  # to set an attribute of a module takes its time
                 module.training = mode
@@ -131,6 +166,37 @@ class Norms:
                 self._wanted[name] = module.training
             elif switched:
                 self._wanted[name] = self._whole
+
+
+def _has_learned(norm: nn.Module) -> bool:
+    """Whether running statistics are not those of a new norm any more, nor hang on them still. Those that came from elsewhere
+    and were never counted are taken for learned."""
+    norm = cast("_NormBase", norm)
+    if norm.running_mean is None or norm.running_var is None:
+        return False
+    is_new = bool((norm.running_mean == 0).all() & (norm.running_var == 1).all())
+    batches = int(norm.num_batches_tracked) if norm.num_batches_tracked is not None else 0
+    left = (1 - (norm.momentum or 1.0)) ** batches if batches else 0.0  # of what it began with
+    return not is_new and left < _FORGOTTEN
+
+
+def _values_per_channel(model: nn.Module, norms: Mapping[str, nn.Module], run: Callable[[], Any]) -> list[float]:
+    """How many values of each of its channels a norm sees in one forward pass; none where that cannot run without gradients."""
+    seen: dict[nn.Module, float] = {}
+
+    def look(norm: nn.Module, inputs: Any) -> None:
+        seen[norm] = inputs[0].numel() / max(inputs[0].shape[1], 1)
+
+    hooks = [norm.register_forward_pre_hook(look) for norm in norms.values()]
+    try:
+        with sandbox(model), torch.no_grad():
+            run()
+    except RuntimeError:  # a loss that needs gradients, or what the first step will tell
+        return []
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(seen.values())
 
 
 @contextmanager

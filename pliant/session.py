@@ -69,7 +69,7 @@ class Session:
         policy: Policy,
         *,
         engine: str = "auto",
-        norm: NormRule = "chosen",
+        norm: NormRule = "auto",
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         accumulate: int = 1,
@@ -88,6 +88,10 @@ class Session:
         is how many bytes of features may be kept by sample, or a `Features` of your own; `probe` are batches that units are
         scored on in place of the one at hand, such as all there are, where they are few; `prefix_dtype` is what the prefix
         engine computes in, like torch.bfloat16 where the device is fast at it.
+
+        `norm` says which norms take the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or as the
+        model's own modes say ("as-is"). "auto": those that are chosen, unless batches are too small for that and the norms have
+        learned statistics to go by; where everything is chosen, as in plain training.
 
         `correct` plans again within a round where measured steps miss the time that was asked or take more memory. What is
         chosen then hangs on measurements; without it, on the profile and the seed alone.
@@ -296,11 +300,14 @@ class Session:
         try:
             if not self.units:
                 with self._pace.not_training("profiling"):
-                    self._choice.look(self.model, self.optimizer, self.loss, batch, self.update, self._norms.rule)
+                    few = self._norms.settle_(lambda: self.loss(self.model, batch))
+                    self._choice.look(self.model, self.optimizer, self.loss, batch, self.update, self._norms.priced)
                 self._pricing.measured(captures)
                 if self._log.path is not None:
                     took = self._pace.spent.get("profiling")
                     self._log.write("start", **journal.start(self.policy, self.profile, self.units, self.engine, took))
+                if few is not None:
+                    self._note(f"norms keep their statistics while a part trains: a batch has {few:.0f} values per channel")
             due, looked = self._choice.is_due(self.progress), self._laps.untaken >= _LOOK_EVERY
             if looked or (due and self._laps.untaken >= _LOOK_EVERY // 2):
                 self._look_at_steps()
@@ -481,7 +488,7 @@ class Session:
         if self._laps.is_running:  # a step that the caller's scaler skipped
             self._count_step()
         return {
-            "format": "pliant.session/6",
+            "format": "pliant.session/7",
             "step": self._step,
             "pace": self._pace.state(),
             "unseen": self._laps.peek(),
@@ -489,6 +496,7 @@ class Session:
             "undo": self._undo.state() if self._undo is not None else None,
             "engine": self._pricing.state(),
             "slices": self._engine.slices.state_dict() if self._engine.slices is not None else None,
+            "norms": self._norms.state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -500,6 +508,7 @@ class Session:
         self._pace.load(state["pace"])
         self._choice.load(state, self.progress)
         self._pricing.load(state["engine"])
+        self._norms.load(state["norms"])
         self._engine.forget()
         self._laps.load(state["unseen"])
         if self._undo is not None and state["undo"] is not None:
@@ -514,7 +523,7 @@ class Session:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit before anything is changed."""
-        if state.get("format") != "pliant.session/6":
+        if state.get("format") != "pliant.session/7":
             raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
         if state["policy"] != self.policy.name:
             raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")

@@ -204,7 +204,7 @@ def session(
         loss,
         policy,
         engine=engine,
-        norm="as-is" if scratch else "chosen",
+        norm="as-is" if scratch else "auto",
         clip=_CLIP,
         steps_per_epoch=steps,
         total_steps=epochs * steps,

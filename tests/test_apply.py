@@ -12,6 +12,7 @@ from torch import nn
 from zoo import ZOO, adamw, sgd
 
 from pliant.apply import (
+    ENOUGH,
     Norms,
     apply_,
     check_in_groups,
@@ -162,6 +163,83 @@ def test_a_norm_that_the_user_holds_in_eval_mode_stays_there() -> None:
     assert (model.a.training, model.b.training) == (False, False)
     norms.release_()
     assert (model.a.training, model.b.training) == (False, False)
+
+
+def pretrained() -> TwoNorms:
+    model = TwoNorms()
+    for norm in (model.a, model.b, model.bare):
+        norm.running_mean.fill_(0.5)
+    return model
+
+
+def looked_at(model: TwoNorms, rows: int) -> Norms:
+    norms = Norms(model, "auto")
+    norms.settle_(lambda: model.bare(model.b(model.a(torch.randn(rows, 3)))))
+    return norms
+
+
+def test_auto_keeps_norms_at_rest_where_a_batch_is_small_and_something_is_not_chosen() -> None:
+    model = pretrained()
+    before, norms = snapshot(model), looked_at(model, ENOUGH - 1)
+    assert differences(before, snapshot(model)) == []  # the look left no trace
+    assert not model.a._forward_pre_hooks
+    norms.hold_(AMONG, {"a.weight"})
+    assert not model.a.training and not model.b.training
+    assert norms.priced == "frozen"
+    norms.hold_(AMONG, AMONG)
+    assert model.a.training and model.b.training and model.bare.training  # plain training
+    norms.release_()
+    assert all(modes(model).values())
+
+
+def test_auto_lets_chosen_norms_move_where_a_batch_is_large_enough() -> None:
+    model = pretrained()
+    norms = looked_at(model, ENOUGH)
+    norms.hold_(AMONG, {"a.weight"})
+    assert model.a.training and not model.b.training
+    assert norms.priced == "chosen"
+
+
+def test_auto_counts_what_a_channel_sees_not_samples() -> None:
+    model = nn.BatchNorm2d(2)
+    model.running_var.fill_(2.0)
+    for side, rests in ((31, True), (32, False)):
+        norms = Norms(model, "auto")
+        assert (norms.settle_(lambda side=side: model(torch.randn(1, 2, side, side))) is not None) == rests
+
+
+def test_auto_lets_new_norms_move() -> None:
+    model = TwoNorms()
+    norms = looked_at(model, 4)
+    norms.hold_(AMONG, {"a.weight"})
+    assert model.a.training and norms.priced == "chosen"
+    model.b.running_var.fill_(2.0)  # one of them has learned something: that one rests
+    norms = looked_at(model, 4)
+    norms.hold_(AMONG, {"a.weight", "b.weight"})
+    assert model.a.training and not model.b.training
+    assert norms.priced == "chosen"  # the dearer one
+
+
+@pytest.mark.parametrize(
+    ("momentum", "batches", "rests"), [(0.1, 43, False), (0.1, 44, True), (0.01, 400, False), (None, 1, True)]
+)
+def test_auto_lets_norms_move_that_have_just_begun(momentum: float | None, batches: int, rests: bool) -> None:
+    model = nn.BatchNorm1d(3, momentum=momentum)
+    for _ in range(batches):
+        model(torch.randn(4, 3))
+    assert (Norms(model, "auto").settle_(lambda: model(torch.randn(4, 3))) is not None) == rests
+
+
+def test_auto_is_as_chosen_where_no_pass_runs_without_gradients() -> None:
+    model = pretrained()
+
+    def run() -> None:
+        model.a(torch.randn(4, 3, requires_grad=True)).sum().backward()
+
+    norms = Norms(model, "auto")
+    assert norms.settle_(run) is None
+    norms.hold_(AMONG, {"a.weight"})
+    assert model.a.training
 
 
 def test_unknown_norm_rule() -> None:

@@ -471,6 +471,36 @@ def test_norm_rules(rule: str, moving: set[str]) -> None:
     assert before["modes"] == after["modes"]
 
 
+def test_norms_that_have_learned_rest_where_batches_are_small(tmp_path: Path) -> None:
+    model = make(Normed)
+    for norm in (model.norm_a, model.norm_b):
+        norm.running_mean.fill_(0.1)
+    before, log = snapshot(model)["buffers"], tmp_path / "run.jsonl"
+    with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), log=log) as session:
+        session.step(data()[0])
+        assert not model.norm_b.training
+        assert session.profile.origin["norms"] == "frozen"
+    assert differences(before, snapshot(model)["buffers"]) == []
+    assert all(module.training for module in model.modules())
+    assert "norms keep their statistics" in log.read_text()
+    with Session(model, sgd(model), classify, recipes.full()) as session:
+        session.step(data()[0])
+    assert differences(before, snapshot(model)["buffers"])  # plain training
+
+
+def test_a_new_norm_goes_on_moving_after_a_stop(tmp_path: Path) -> None:
+    model = make(Normed)
+    with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*")) as session:
+        session.step(data()[0])
+        session.save(tmp_path / "stopped")
+    again = make(Normed)
+    with Session(again, sgd(again), classify, fixed("norm_b.*", "head.*")) as session:
+        session.load(tmp_path / "stopped")
+        before = again.norm_b.running_mean.clone()
+        session.step(data()[1])
+        assert again.norm_b.training and not torch.equal(before, again.norm_b.running_mean)
+
+
 # ---------------------------------------------------------------- budgets, schedules, signals
 
 
