@@ -4,11 +4,11 @@
     python benchmarks/fewshot.py --data DIR --quick                   # one network, a small task, a few methods: minutes
 
 A task has 5–50 classes and a few images of each, drawn as Meta-Dataset does (`fewshot.Sampling`), from a domain that is not the
-source. Every method begins with the same weights: those of ImageNet, or those after practising tasks of the source (birds,
-`fewshot.meta_train`). Each takes the same number of steps of SGD, on the same changed copies of the support images, against
-prototypes of the support set; then query images are classified by the nearest prototype. A learning rate is chosen for each
-method and domain, with the same trials, on tasks of all other domains and of the source: a device knows nothing of the tasks
-that will come. Methods:
+source. Every method begins with the same weights: those of ImageNet, or those after practising tasks of the source (40 kinds of
+birds, `fewshot.meta_train`): "meta 100 0.001" after a hundred tasks at that learning rate. Each takes the same number of steps
+of SGD, on the same changed copies of the support images, against prototypes of the support set; then query images are
+classified by the nearest prototype. A learning rate is chosen for each method and domain, with the same trials, on tasks of all
+other domains and of the source: a device knows nothing of the tasks that will come. Methods:
 
     none            nothing trains
     full            every convolution
@@ -53,6 +53,7 @@ import torch
 
 from pliant import fewshot, images
 
+IMAGENET, PRACTISED = "imagenet", "meta 100 0.001"  # starts
 RATES = (0.001, 0.004, 0.016, 0.064)
 TUNING_TASKS = 4  # per domain and rate
 SAVE_SECONDS = 10.0
@@ -80,7 +81,7 @@ def cells(
 ) -> list[dict[str, Any]]:
     """One task, one method, some learning rates: the accuracy of each on the queries, and what was chosen, the same for all."""
     device = setting["device"]
-    net, scale = shared.start(backbone, None if begin == "imagenet" else meta_file(backbone, setting))
+    net, scale = shared.start(backbone, None if begin == IMAGENET else meta_file(backbone, begin, setting))
     task = task_of(domain, number, setting)
     support, query, begun = on(task.support, device), on(task.query, device), time.perf_counter()
     net, policy = shared.ready(method, net.to(device), support)
@@ -126,15 +127,28 @@ def on(some: images.ImageSet, device: str) -> images.ImageSet:
     return replace(some, images=some.images.to(device), labels=some.labels.to(device))
 
 
-def meta_file(backbone: str, setting: dict[str, Any]) -> Path:
+def practice(begin: str) -> tuple[int, float]:
+    """The tasks and the learning rate of a start.
+
+    >>> practice("meta 100 0.001")
+    (100, 0.001)
+    """
+    kind, *numbers = begin.split()
+    if kind != "meta" or len(numbers) != 2:
+        raise SystemExit(f"no start {begin!r}: there are {IMAGENET!r}, and 'meta' with a number of tasks and a learning rate.")
+    return int(numbers[0]), float(numbers[1])
+
+
+def meta_file(backbone: str, begin: str, setting: dict[str, Any]) -> Path:
     """Weights after practising on the source; made when they are first asked for."""
-    path = Path(setting["work"]) / f"{backbone}_after_{setting['episodes']}_episodes.safetensors"
+    episodes, lr = practice(begin)
+    path = Path(setting["work"]) / f"{backbone}_after_{episodes}_at_{lr:g}.safetensors"
     if not path.exists():
         net, _ = shared.start(backbone)
         path.parent.mkdir(parents=True, exist_ok=True)
         source = on(shared.domain(shared.SOURCE), setting["device"])
         fewshot.meta_train(
-            net.to(setting["device"]), source, episodes=setting["episodes"], out=path, resume=Path(f"{path}.state").exists()
+            net.to(setting["device"]), source, episodes=episodes, lr=lr, out=path, resume=Path(f"{path}.state").exists()
         )
     return path
 
@@ -304,7 +318,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that run cells side by side")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many")
     parser.add_argument("--backbones", nargs="+", choices=list(shared.BACKBONES), default=list(shared.BACKBONES))
-    parser.add_argument("--starts", nargs="+", choices=["imagenet", "meta"], default=["imagenet", "meta"])
+    parser.add_argument("--starts", nargs="+", default=[IMAGENET, PRACTISED], help="imagenet, or like 'meta 100 0.001'")
     parser.add_argument("--domains", nargs="+", choices=list(shared.DOMAINS), default=list(shared.DOMAINS))
     parser.add_argument("--methods", nargs="+", choices=list(shared.METHODS), default=list(shared.METHODS))
     parser.add_argument("--tasks", type=int, default=None, help="per domain (60 for mcunet, 30 for the others)")
@@ -314,22 +328,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=None, help="images in a pass (50, or 500 on a GPU)")
     parser.add_argument("--ways", type=int, nargs=2, default=[5, 50])
     parser.add_argument("--support", type=int, default=500, help="images to learn from, at most")
-    parser.add_argument("--episodes", type=int, default=400, help="of practising on the source")
     parser.add_argument("--work", type=Path, default=None, help="where weights after practising are kept")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     shared.FOLDER[0] = packed.folder(args.data)
     if args.quick:
-        args.backbones, args.starts, args.domains, args.methods = [MAIN], ["imagenet"], ["gtsrb"], list(QUICK)
+        args.backbones, args.starts, args.domains, args.methods = [MAIN], [IMAGENET], ["gtsrb"], list(QUICK)
         args.tasks, args.rates, args.steps, args.ways, args.support = 1, [0.02], 5, [5, 5], 25
     out = args.out or record.place("fewshot_quick" if args.quick else "fewshot", args.device)
-    setting = {name: getattr(args, name) for name in ("device", "steps", "ways", "support", "episodes")}
+    setting = {name: getattr(args, name) for name in ("device", "steps", "ways", "support")}
     setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
     here = {**setting, "work": str(args.work or out.parent / "weights")}
     done, saved = record.load(out, setting), time.monotonic()
-    for backbone in args.backbones if "meta" in args.starts else ():
-        meta_file(backbone, here)
+    for backbone, begin in itertools.product(args.backbones, args.starts):
+        if begin != IMAGENET:
+            meta_file(backbone, begin, here)
     with ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare, (shared.FOLDER[0],)) as pool:
         while (todo := wanted(args, done)) and time.monotonic() - BEGUN < args.seconds:
             print(f"{len(done)} cells are done, {sum(len(rates) for *_, rates in todo)} can run now", flush=True)

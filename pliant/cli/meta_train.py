@@ -26,7 +26,7 @@ def meta_train(
     scratch: Annotated[bool, typer.Option("--scratch", help="Begin with random weights of a built-in network.")] = False,
     episodes: Annotated[int, typer.Option(min=1, help="Tasks to practise.")] = 1000,
     support: Annotated[int, typer.Option(min=10, help="Images to learn a task from, at most: what memory holds.")] = 500,
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate at the start; it falls to nothing along a cosine.")] = 0.005,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate at the start; it falls to nothing along a cosine.")] = 0.001,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side that images are resized to.")] = 128,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the tasks.")] = 0,

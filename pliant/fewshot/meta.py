@@ -46,7 +46,7 @@ def meta_train(
     *,
     episodes: int = 1000,
     sampling: Sampling | None = None,
-    lr: float = 0.005,
+    lr: float = 0.001,
     norm: Norm | None = None,
     scale: float = SCALE,
     out: str | os.PathLike[str] | None = None,
