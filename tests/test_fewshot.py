@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from pliant import cli, models, recipes
 from pliant.fewshot import Augment, Episode, Prototypes, Sampling, adapt, meta_train, scale_of
-from pliant.fewshot.meta import ResumeError
+from pliant.fewshot.meta import ResumeError, _parted
 from pliant.fewshot.views import Views
 from pliant.images import ImageError, ImageSet
 from pliant.models import FoldedNet
@@ -236,11 +236,37 @@ def test_practising_makes_tasks_easier() -> None:
     assert found.scale != pytest.approx(10.0, abs=1e-4)
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_that_are_held_out_are_never_practised_and_tell_which_weights_remain() -> None:
+    source, sampling, net = bars(9, 6), Sampling(ways=(3, 4), support=8, query=2), backbone()
+    start = [param.clone() for param in net.parameters()]
+    found = meta_train(net, source, episodes=3, lr=1e3, sampling=sampling)  # ruins it
+    assert [number for number, _ in found.held_out] == [0, 1, 2, 3]
+    assert found.held_out[0][1] > max(accuracy for _, accuracy in found.held_out[1:])
+    assert all(torch.equal(one, other) for one, other in zip(start, net.parameters(), strict=True))
+
+    practised, aside = _parted(source, 0.2, 3, seed=0)
+    assert aside is not None and len(set(aside.labels.tolist())) == 3  # as many as a task takes
+    assert set(practised.labels.tolist()) | set(aside.labels.tolist()) == set(range(9))
+    assert not set(practised.labels.tolist()) & set(aside.labels.tolist())
+    assert _parted(bars(8, 6), 0.2, 3, seed=0)[1] is None and _parted(source, 0.0, 3, seed=0)[1] is None
+
+
+def test_without_held_out_classes_the_last_weights_remain() -> None:
+    net, start = backbone(), backbone()
+    found = meta_train(net, bars(9, 6), episodes=2, sampling=Sampling(ways=(3, 4), support=8, query=2), held_out=0.0)
+    assert found.held_out == () and not torch.equal(net.stem.weight, start.stem.weight)
+    with pytest.raises(ValueError, match=r"held_out=0\.9"):
+        meta_train(net, bars(9, 6), held_out=0.9)
+
+
+@pytest.mark.parametrize("classes", [4, 9])  # without and with held-out ones
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+    classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pliant.fewshot.meta._SAVE_SECONDS", 0.0)
     how: dict[str, Any] = {"episodes": 5, "lr": 0.05, "sampling": Sampling(ways=(3, 4), support=8, query=2)}
-    source, whole, out = bars(4, 6), backbone(), tmp_path / "net.safetensors"
-    meta_train(whole, source, out=tmp_path / "whole.safetensors", **how)
+    source, whole, out = bars(classes, 6), backbone(), tmp_path / "net.safetensors"
+    straight = meta_train(whole, source, out=tmp_path / "whole.safetensors", **how)
 
     def stop(number: int, *_: float) -> None:
         if number == 3:
@@ -252,7 +278,8 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, mo
     again = backbone(seed=9)  # whatever it was, it is read back
     told: list[int] = []
     found = meta_train(again, source, out=out, resume=True, on_episode=lambda number, *_: told.append(number), **how)
-    assert told == [4] and len(found.losses) == 5
+    assert told == [4] and len(found.losses) == 5 and found.held_out == straight.held_out
+    assert len(found.held_out) == (6 if classes == 9 else 0)
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), again.parameters(), strict=True))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["net.safetensors", "whole.safetensors"]
     assert scale_of(out) == pytest.approx(found.scale)
@@ -357,6 +384,10 @@ def test_pliant_meta_train_and_the_help_of_both(tmp_path: Path, net: str) -> Non
     assert "tasks, scale" in " ".join(shown.output.split()) and isinstance(models.load(str(out)), FoldedNet)
     shown = run(cli.app, ["meta-train", str(source), *options])
     assert shown.exit_code == 1 and "is there already" in " ".join(shown.output.split())
+    out.unlink()
+    many = written(tmp_path / "many", bars(15, 3))
+    shown = run(cli.app, ["meta-train", str(many), *options])
+    assert shown.exit_code == 0 and "On classes that were not practised:" in " ".join(shown.output.split()), shown.output
     out.unlink()
     shown = run(cli.app, ["meta-train", str(tmp_path / "nowhere"), *options])
     assert shown.exit_code == 2 and "not there" in " ".join(shown.output.split())

@@ -27,6 +27,10 @@ def meta_train(
     episodes: Annotated[int, typer.Option(min=1, help="Tasks to practise.")] = 1000,
     support: Annotated[int, typer.Option(min=10, help="Images to learn a task from, at most: what memory holds.")] = 500,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate at the start; it falls to nothing along a cosine.")] = 0.001,
+    held_out: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.5, help="Share of the classes that is not practised, but tells which weights are best."),
+    ] = 0.2,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side that images are resized to.")] = 128,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the tasks.")] = 0,
@@ -78,6 +82,7 @@ def meta_train(
                 episodes=episodes,
                 sampling=sampling,
                 lr=lr,
+                held_out=held_out,
                 norm=fewshot.norm_of(net) or models.NORM,
                 out=out,
                 resume=resume,
@@ -89,6 +94,12 @@ def meta_train(
             f"{out}: accuracy {sum(last) / len(last):.1%} on the last {len(last)} tasks, scale {done.scale:.2f}.",
             highlight=False,
         )
+        if done.held_out:
+            (_, before), (at, best) = done.held_out[0], max(done.held_out, key=lambda look: look[::-1])
+            console.print(
+                f"On classes that were not practised: {before:.1%} before, {best:.1%} after {at} tasks, whose weights remain.",
+                highlight=False,
+            )
 
 
 def _check_support(state: Path, support: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from pliant.images import ImageSet, Norm
 from pliant.types import PliantError, write_aside
 
 CLIP = 1.0
+HELD_OUT = 0.2  # of the classes
+_LOOKS, _TASKS = 10, 8  # at the classes that are held out, in a run; tasks of each look
 _SAVE_SECONDS = 30.0  # so much may be lost where a run is stopped
 
 
@@ -32,12 +35,16 @@ class ResumeError(PliantError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class MetaTrained:
-    """A backbone that has practised, the scale that it learned, and how each task went: loss and accuracy on its queries."""
+    """A backbone that has practised, the scale that it learned, and how each task went: loss and accuracy on its queries.
+
+    `held_out`: (tasks practised so far, accuracy on tasks of classes that are never practised), the first before any practice.
+    """
 
     backbone: nn.Module
     scale: float
     losses: tuple[float, ...]
     accuracies: tuple[float, ...]
+    held_out: tuple[tuple[int, float], ...] = ()
 
 
 def meta_train(
@@ -47,6 +54,7 @@ def meta_train(
     episodes: int = 1000,
     sampling: Sampling | None = None,
     lr: float = 0.001,
+    held_out: float = HELD_OUT,
     norm: Norm | None = None,
     scale: float = SCALE,
     out: str | os.PathLike[str] | None = None,
@@ -58,11 +66,17 @@ def meta_train(
     and the gradient of both.
 
     Norms keep their statistics: a task of a few classes would teach them its own. The rate falls to nothing along a half
-    cosine. The weights end up in `out` (safetensors, with the learned scale). With `out`, the state is kept beside it every
-    half minute, and with `resume` a run that was stopped goes on there as if it had not been.
+    cosine. A share of the classes is `held_out`: a few times in a run, tasks of those tell how well classes are learned that
+    were never practised, and the weights that did best are what remains, be it those of the beginning. Where there are fewer
+    classes than three tasks take at least, all are practised, and the last weights remain.
+
+    The weights end up in `out` (safetensors, with the learned scale). With `out`, the state is kept beside it every half
+    minute, and with `resume` a run that was stopped goes on there as if it had not been.
     """
     if episodes < 1:
         raise ValueError(f"episodes={episodes}: at least one.")
+    if not 0 <= held_out <= 0.5:
+        raise ValueError(f"held_out={held_out}: a share of the classes, from 0 to one half.")
     if resume and out is None:
         raise ResumeError("resume=True goes on from the state beside a file: name it with out=….")
     norm = needed_norm(backbone, norm)
@@ -72,11 +86,14 @@ def meta_train(
     falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, episodes)
     held = {"model": model, "optimizer": optimizer, "falling": falling}
     told = {"episodes": episodes, "seed": seed, "lr": lr, "sampling": asdict(sampling), "images": len(source)}
+    told["held_out"] = held_out
+    practised, aside = _parted(source, held_out, sampling.ways[0], seed)
+    unseen = _Unseen(model, [sampling.draw(aside, seed, number) for number in range(_TASKS)] if aside is not None else [], norm)
     losses: list[float] = []
     accuracies: list[float] = []
     state = Path(f"{os.fspath(out)}.state") if out is not None else None
     if resume and state is not None:
-        losses, accuracies = _go_on(state, held, told)
+        losses, accuracies = _go_on(state, held, told, unseen)
     if out is not None and not os.access(_nearest_folder(Path(out)), os.W_OK):
         raise ResumeError(f"nothing can be written beside {os.fspath(out)!r}. Choose another place before hours are spent.")
     saved = time.monotonic() - _SAVE_SECONDS  # the first task is kept at once
@@ -84,7 +101,8 @@ def meta_train(
     model.eval()
     try:
         for number in range(len(losses), episodes):
-            loss, hits = practise(model, sampling.draw(source, seed, number), norm)
+            unseen.look(number, episodes)
+            loss, hits = practise(model, sampling.draw(practised, seed, number), norm)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -93,10 +111,13 @@ def meta_train(
             losses.append(float(loss.detach()))
             accuracies.append(hits)
             if state is not None and time.monotonic() - saved >= _SAVE_SECONDS:
-                _keep(state, held, told, losses, accuracies)
+                _keep(state, held, told, losses, accuracies, unseen)
                 saved = time.monotonic()
             if on_episode is not None:
                 on_episode(number, losses[-1], hits)
+        unseen.look(episodes, episodes)
+        if unseen.best:
+            model.load_state_dict(unseen.best)
     finally:
         for module, flag in was.items():
             module.training = flag
@@ -104,7 +125,38 @@ def meta_train(
     if out is not None and state is not None:
         write_aside(out, models.weights_of(backbone, {"scale": repr(learned)}))
         state.unlink(missing_ok=True)
-    return MetaTrained(backbone, learned, tuple(losses), tuple(accuracies))
+    return MetaTrained(backbone, learned, tuple(losses), tuple(accuracies), tuple(unseen.accuracies))
+
+
+class _Unseen:
+    """Tasks of classes that are never practised, how a model did on them, and its weights when it did best."""
+
+    def __init__(self, model: Prototypes, tasks: list[Episode], norm: Norm) -> None:
+        self._model, self._tasks, self._norm = model, tasks, norm
+        self.accuracies: list[tuple[int, float]] = []
+        self.best: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def look(self, number: int, episodes: int) -> None:
+        """After so many of all tasks, if it is time to look."""
+        is_time = number == episodes or number % -(-episodes // _LOOKS) == 0
+        if not self._tasks or not is_time or any(number == looked for looked, _ in self.accuracies):
+            return
+        hits = [practise(self._model, task, self._norm)[1] for task in self._tasks]
+        self.accuracies.append((number, sum(hits) / len(hits)))
+        if self.accuracies[-1][1] >= max(accuracy for _, accuracy in self.accuracies):
+            self.best = {name: value.clone() for name, value in self._model.state_dict().items()}
+
+
+def _parted(source: ImageSet, share: float, least: int, seed: int) -> tuple[ImageSet, ImageSet | None]:
+    """Images to practise on, and those of classes that are held out: by lot, and as many as a task takes, or none."""
+    labels = source.labels.cpu().numpy()
+    there = np.flatnonzero(np.bincount(labels, minlength=len(source.classes)) >= 2)
+    if not share or len(there) < 3 * least:
+        return source, None
+    out = np.random.default_rng([seed, len(there)]).permutation(there)[: max(round(share * len(there)), least)]
+    is_out = torch.from_numpy(np.isin(labels, out)).to(source.labels.device)
+    return source.select(~is_out), source.select(is_out)
 
 
 def practise(model: Prototypes, episode: Episode, norm: Norm) -> tuple[Tensor, float]:
@@ -118,10 +170,18 @@ def practise(model: Prototypes, episode: Episode, norm: Norm) -> tuple[Tensor, f
     return F.cross_entropy(logits, asked), float((logits.argmax(1) == asked).float().mean())
 
 
-def _keep(state: Path, held: dict[str, Any], told: dict[str, Any], losses: list[float], accuracies: list[float]) -> None:
+def _keep(
+    state: Path,
+    held: dict[str, Any],
+    told: dict[str, Any],
+    losses: list[float],
+    accuracies: list[float],
+    unseen: _Unseen,
+) -> None:
     content = io.BytesIO()
     tensors = {name: one.state_dict() for name, one in held.items()}
-    torch.save({**tensors, "told": told, "losses": losses, "accuracies": accuracies}, content)
+    so_far = {"losses": losses, "accuracies": accuracies, "unseen": unseen.accuracies, "best": unseen.best}
+    torch.save({**tensors, "told": told, **so_far}, content)
     write_aside(state, content.getvalue())
 
 
@@ -130,7 +190,7 @@ def _nearest_folder(path: Path) -> Path:
     return next(folder for folder in path.absolute().parents if folder.exists())
 
 
-def _go_on(state: Path, held: dict[str, Any], told: dict[str, Any]) -> tuple[list[float], list[float]]:
+def _go_on(state: Path, held: dict[str, Any], told: dict[str, Any], unseen: _Unseen) -> tuple[list[float], list[float]]:
     if not state.exists():
         raise ResumeError(f"there is no run to go on with: {os.fspath(state)!r} is not there. Leave out resume to begin one.")
     try:
@@ -146,4 +206,5 @@ def _go_on(state: Path, held: dict[str, Any], told: dict[str, Any]) -> tuple[lis
         )
     for name, one in held.items():
         one.load_state_dict(saved[name])
+    unseen.accuracies, unseen.best = saved["unseen"], saved["best"]
     return saved["losses"], saved["accuracies"]
