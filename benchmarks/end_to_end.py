@@ -105,7 +105,7 @@ def cell(way: str, seed: int, digits: data.Digits, setting: dict[str, Any]) -> d
         step = plain_loop(model, optimizer, chosen)
     else:
         policy = recipes.full() if chosen == names else recipes.only(*chosen)
-        session = Session(model, optimizer, loss, policy, engine=engine, clip=CLIP, cache=features)
+        session = Session(model, optimizer, loss, policy, engine=engine, norm="chosen", clip=CLIP, cache=features)
         step = session.step
     for _ in range(setting["epochs"]):
         for loaded in loader:

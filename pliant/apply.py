@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 NormRule = Literal["auto", "chosen", "frozen", "as-is"]
 ENOUGH = 1000  # values of a channel in a batch: on statistics of far fewer a network trains worse than on those it has
@@ -113,13 +113,21 @@ class Norms:
 
         Statistics that are still those of a new norm mean nothing: such a norm is not asked, and moves when it is chosen.
         """
-        if self.rule != "auto" or self._resting is not None:
+        if self.is_settled:
             return None
-        learned = {name: module for name, module in self._norms.items() if self._wanted[name] and _has_learned(module)}
-        values = _values_per_channel(self.model, learned, run) if learned else []
+        learned = {name: module for name, module in self._norms.items() if _has_learned(module)}
+        values = _values_per_channel(self.model, learned.values(), run) if learned else []
         few = median(values) if values else ENOUGH
         self._resting = frozenset(learned) if few < ENOUGH else frozenset()
         return few if self._resting else None
+
+    @property
+    def is_settled(self) -> bool:
+        return self.rule != "auto" or self._resting is not None
+
+    def unsettle_(self) -> None:
+        """Forget what was settled: it was from a batch that no step came of."""
+        self._resting = None
 
     @property
     def priced(self) -> NormRule:
@@ -135,18 +143,21 @@ class Norms:
     def load(self, state: list[str] | None) -> None:
         self._resting = None if state is None else frozenset(state)
 
-    def hold_(self, among: Collection[str], chosen: Collection[str]) -> None:
-        """Set every norm's mode for this choice. Call before each forward pass."""
+    def hold_(self, among: Collection[str], chosen: Collection[str], limited: bool = True) -> None:
+        """Set every norm's mode for this choice. Call before each forward pass.
+
+        Where everything is chosen and nothing is `limited`, training is plain, and so are norms with "auto".
+        """
         if self.rule == "as-is":
             return
         self._listen()
         everything = len(chosen) == len(among)
+        resting = self._resting if self.rule == "auto" and (limited or not everything) else None
         for name, module in self._norms.items():
             candidates = [p for p in self._own[name] if p in among]
             # A norm without parameters to choose goes along only when the whole model trains.
             along = any(p in chosen for p in candidates) if candidates else everything
-            moves = self.rule != "frozen" and (everything or not self._resting or name not in self._resting)
-            mode = self._wanted[name] and along and moves
+            mode = self._wanted[name] and along and self.rule != "frozen" and not (resting and name in resting)
             self._set[name] = mode
             if module.training != mode:  # to set an attribute of a module takes its time
                 module.training = mode
@@ -169,9 +180,10 @@ class Norms:
 
 
 def _has_learned(norm: nn.Module) -> bool:
-    """Whether running statistics are not those of a new norm any more, nor hang on them still. Those that came from elsewhere
-    and were never counted are taken for learned."""
-    norm = cast("_NormBase", norm)
+    """Whether a batch norm has running statistics that are not those of a new one, nor hang on them still. Those that came from
+    elsewhere and were never counted are taken for learned. One that looks at all processes' batches has enough to go by."""
+    if not isinstance(norm, _BatchNorm) or isinstance(norm, nn.SyncBatchNorm):
+        return False
     if norm.running_mean is None or norm.running_var is None:
         return False
     is_new = bool((norm.running_mean == 0).all() & (norm.running_var == 1).all())
@@ -180,19 +192,22 @@ def _has_learned(norm: nn.Module) -> bool:
     return not is_new and left < _FORGOTTEN
 
 
-def _values_per_channel(model: nn.Module, norms: Mapping[str, nn.Module], run: Callable[[], Any]) -> list[float]:
-    """How many values of each of its channels a norm sees in one forward pass; none where that cannot run without gradients."""
+def _values_per_channel(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any]) -> list[float]:
+    """How many values of each of its channels a norm sees in one forward pass; none where that does not get to all norms."""
     seen: dict[nn.Module, float] = {}
 
-    def look(norm: nn.Module, inputs: Any) -> None:
-        seen[norm] = inputs[0].numel() / max(inputs[0].shape[1], 1)
+    def look(norm: nn.Module, args: Any, kwargs: Any) -> None:
+        input = args[0] if args else kwargs["input"]
+        seen[norm] = input.numel() / max(input.shape[1], 1)
 
-    hooks = [norm.register_forward_pre_hook(look) for norm in norms.values()]
+    hooks = [norm.register_forward_pre_hook(look, with_kwargs=True) for norm in norms]
     try:
         with sandbox(model), torch.no_grad():
+            for norm in norms:
+                norm.training = False
             run()
-    except RuntimeError:  # a loss that needs gradients, or what the first step will tell
-        return []
+    except Exception:  # a loss that needs gradients, or a fault that the first step will tell
+        return list(seen.values()) if len(seen) == len(norms) else []
     finally:
         for hook in hooks:
             hook.remove()

@@ -33,7 +33,7 @@ def counted(
     batch: Any,
     *,
     update: Update | None = None,
-    norm: NormRule = "chosen",
+    norm: NormRule = "auto",
 ) -> Profile:
     """MACs and bytes of a step from the shapes of one real batch. Knows no seconds.
 
@@ -59,7 +59,7 @@ def timed(
     batch: Any,
     *,
     update: Update | None = None,
-    norm: NormRule = "chosen",
+    norm: NormRule = "auto",
     repeats: int = 2,
 ) -> Profile:
     """Seconds of a step on this device, read with hooks on the nodes of the backward graph. Leaves no trace.
@@ -78,6 +78,7 @@ def timed(
         raise ValueError(f"timed(repeats={repeats}): at least one.")
     update = update or Update()
     params = trainable(model)
+    norm = _settled(model, loss, batch, norm)
     where = _taken(origin(model, batch, update, norm))
     with sandbox(model), undisturbed():
         norms = Norms(model, norm)
@@ -127,11 +128,12 @@ def _from_shapes(
     times: Callable[[Graph, Sizes], Times],
     there: Mapping[str, Any],
     update: Update | None = None,
-    norm: NormRule = "chosen",
+    norm: NormRule = "auto",
 ) -> Profile:
     """A profile without a measurement: the graph of one real batch, priced. `there` is what differs from here."""
     update = update or Update()
     params = trainable(model)
+    norm = _settled(model, loss, batch, norm)
     with sandbox(model):
         Norms(model, norm).hold_(params, params)
         graph = read(model, loss, batch)
@@ -157,6 +159,13 @@ def origin(model: nn.Module, batch: Any, update: Update | None = None, norm: Nor
         "norms": norm,
         "accumulate": update.accumulate,
     }
+
+
+def _settled(model: nn.Module, loss: Loss, batch: Any, norm: NormRule) -> NormRule:
+    """What "auto" comes down to for this batch; any other rule as it is."""
+    norms = Norms(model, norm)
+    norms.settle_(lambda: loss(model, batch))
+    return norms.priced
 
 
 def _taken(where: Mapping[str, Any]) -> dict[str, Any]:

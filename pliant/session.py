@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -91,7 +91,7 @@ class Session:
 
         `norm` says which norms take the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or as the
         model's own modes say ("as-is"). "auto": those that are chosen, unless batches are too small for that and the norms have
-        learned statistics to go by; where everything is chosen, as in plain training.
+        learned statistics to go by; where everything is chosen without a budget, as in plain training.
 
         `correct` plans again within a round where measured steps miss the time that was asked or take more memory. What is
         chosen then hangs on measurements; without it, on the profile and the seed alone.
@@ -258,7 +258,7 @@ class Session:
             self._stepper.zero_grad()  # first: a probe needs the room
             self._begin_step(batch, captures=self.update.scaler is None and self._pricing.expects_capture)
         else:
-            self._norms.hold_(self._params, self.selection.params)
+            self._hold_norms(self.selection.params)
         with self._stepper.ours():
             if self._stepper.begins:
                 self._stepper.follow(self._inference_bytes(batch))
@@ -298,16 +298,15 @@ class Session:
             self._count_step()  # every call stands for a step, also where the caller's scaler skipped it
         batches.check_not_empty(batch)
         try:
+            if not self._norms.is_settled:
+                self._settle_norms(batch)
             if not self.units:
                 with self._pace.not_training("profiling"):
-                    few = self._norms.settle_(lambda: self.loss(self.model, batch))
                     self._choice.look(self.model, self.optimizer, self.loss, batch, self.update, self._norms.priced)
                 self._pricing.measured(captures)
                 if self._log.path is not None:
                     took = self._pace.spent.get("profiling")
                     self._log.write("start", **journal.start(self.policy, self.profile, self.units, self.engine, took))
-                if few is not None:
-                    self._note(f"norms keep their statistics while a part trains: a batch has {few:.0f} values per channel")
             due, looked = self._choice.is_due(self.progress), self._laps.untaken >= _LOOK_EVERY
             if looked or (due and self._laps.untaken >= _LOOK_EVERY // 2):
                 self._look_at_steps()
@@ -318,10 +317,20 @@ class Session:
         except BaseException:
             if self._choice.selection is None:  # the probe held norms for a choice that did not come about
                 self._norms.release_()
+                self._norms.unsettle_()
             raise
         check_in_groups(self._params, self.optimizer, self.selection.params)
-        self._norms.hold_(self._params, self.selection.params)
+        self._hold_norms(self.selection.params)
         self._laps.begin()
+
+    def _settle_norms(self, batch: Any) -> None:
+        with self._pace.not_training("profiling"):
+            few = self._norms.settle_(lambda: self.loss(self.model, batch))
+        if few is not None:
+            self._note(f"norms keep their statistics while a part trains: a batch has {few:.0f} values per channel")
+
+    def _hold_norms(self, chosen: Collection[str]) -> None:
+        self._norms.hold_(self._params, chosen, limited=self.budget != Budget())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -436,7 +445,7 @@ class Session:
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         # Norms run as they do now; before anything is chosen, as if the head alone were.
         current = self._choice.selection.params if self._choice.selection is not None else set(self.profile.head)
-        self._norms.hold_(self._params, current)
+        self._hold_norms(current)
         scale = self.update.scaler.get_scale() if self.update.scaler is not None else 1.0
         signal, seed = self.policy.signal, self.policy.seed
         work = signal, self.model, self.optimizer, self.loss, batch, self.units

@@ -187,6 +187,8 @@ def test_auto_keeps_norms_at_rest_where_a_batch_is_small_and_something_is_not_ch
     assert not model.a.training and not model.b.training
     assert norms.priced == "frozen"
     norms.hold_(AMONG, AMONG)
+    assert not any(norm.training for norm in (model.a, model.b, model.bare))  # within a budget
+    norms.hold_(AMONG, AMONG, limited=False)
     assert model.a.training and model.b.training and model.bare.training  # plain training
     norms.release_()
     assert all(modes(model).values())
@@ -230,14 +232,41 @@ def test_auto_lets_norms_move_that_have_just_begun(momentum: float | None, batch
     assert (Norms(model, "auto").settle_(lambda: model(torch.randn(4, 3))) is not None) == rests
 
 
-def test_auto_is_as_chosen_where_no_pass_runs_without_gradients() -> None:
+def test_auto_goes_by_what_a_pass_shows_that_cannot_end_without_gradients() -> None:
     model = pretrained()
 
-    def run() -> None:
-        model.a(torch.randn(4, 3, requires_grad=True)).sum().backward()
+    def run(*norms: nn.Module) -> None:
+        value = torch.randn(4, 3)
+        for norm in norms:
+            value = norm(input=value)
+        value.sum().backward()
 
+    assert Norms(model, "auto").settle_(lambda: run(model.a, model.b, model.bare)) == 4
     norms = Norms(model, "auto")
-    assert norms.settle_(run) is None
+    assert norms.settle_(lambda: run(model.a)) is None  # not all were seen: as chosen
+    norms.hold_(AMONG, {"a.weight"})
+    assert model.a.training
+
+
+def test_auto_asks_norms_that_are_in_eval_mode_too() -> None:
+    model = pretrained().eval()
+    norms = Norms(model, "auto")
+    model.train()
+    norms.settle_(lambda: model.bare(model.b(model.a(torch.randn(4, 3)))))
+    norms.hold_(AMONG, {"a.weight"})
+    assert not model.a.training and norms.priced == "frozen"
+
+
+def test_auto_leaves_norms_alone_that_do_not_look_at_a_batch() -> None:
+    model = nn.InstanceNorm1d(3, track_running_stats=True)
+    model.running_mean.fill_(0.5)
+    assert Norms(model, "auto").settle_(lambda: model(torch.randn(2, 3, 4))) is None
+
+
+def test_other_rules_are_not_moved_by_what_auto_settled() -> None:
+    model = pretrained()
+    norms = Norms(model, "chosen")
+    norms.load(looked_at(model, 4).state())
     norms.hold_(AMONG, {"a.weight"})
     assert model.a.training
 

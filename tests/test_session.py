@@ -42,6 +42,7 @@ from pliant import (
     solve,
     units,
 )
+from pliant.measure import counted
 from pliant.profile import Charge
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -472,9 +473,7 @@ def test_norm_rules(rule: str, moving: set[str]) -> None:
 
 
 def test_norms_that_have_learned_rest_where_batches_are_small(tmp_path: Path) -> None:
-    model = make(Normed)
-    for norm in (model.norm_a, model.norm_b):
-        norm.running_mean.fill_(0.1)
+    model = learned()
     before, log = snapshot(model)["buffers"], tmp_path / "run.jsonl"
     with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), log=log) as session:
         session.step(data()[0])
@@ -488,6 +487,65 @@ def test_norms_that_have_learned_rest_where_batches_are_small(tmp_path: Path) ->
     assert differences(before, snapshot(model)["buffers"])  # plain training
 
 
+def learned() -> nn.Module:
+    model = make(Normed)
+    for norm in (model.norm_a, model.norm_b):
+        norm.running_mean.fill_(0.1)
+    return model
+
+
+def test_a_norm_at_rest_rests_after_a_stop_whatever_came_of_its_statistics(tmp_path: Path) -> None:
+    model = learned()
+    with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*")) as session:
+        session.step(data()[0])
+        for norm in (model.norm_a, model.norm_b):
+            norm.reset_running_stats()
+        session.save(tmp_path / "stopped")
+    with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*")) as session:
+        session.load(tmp_path / "stopped")
+        session.step(data()[1])
+        assert not model.norm_b.training
+
+
+def test_a_session_that_loads_anothers_rule_keeps_its_own(tmp_path: Path) -> None:
+    for saved, loaded, moves in (("auto", "chosen", True), ("chosen", "auto", False)):
+        model = learned()
+        with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), norm=saved) as session:
+            session.step(data()[0])
+            session.save(tmp_path / "stopped")
+        model = learned()
+        with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), norm=loaded) as session:
+            session.load(tmp_path / "stopped")
+            model.norm_b.num_batches_tracked.zero_()
+            session.step(data()[1])
+            assert model.norm_b.training == moves
+
+
+def test_norms_are_settled_by_the_batch_that_trains_not_by_one_that_failed() -> None:
+    model = learned()
+    with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*")) as session:
+        with pytest.raises(RuntimeError):
+            session.step((torch.randn(4, 5), torch.zeros(4, dtype=torch.long)))
+        session.step(data()[0])
+        assert not model.norm_b.training
+
+
+def test_a_choice_of_everything_within_a_budget_has_norms_at_rest() -> None:
+    model = learned()
+    policy = replace(recipes.full(), cost=counted, budget=Budget(macs=1.0))
+    with Session(model, sgd(model), classify, policy) as session:
+        session.step(data()[0])
+        assert len(session.selection.params) == len(list(model.parameters())) and not model.norm_b.training
+
+
+def test_a_profile_taken_for_a_batch_serves_a_session_with_that_batch() -> None:
+    model = learned()
+    profile = counted(model, sgd(model), classify, data()[0])
+    assert profile.origin["norms"] == "frozen"
+    with Session(model, sgd(model), classify, fixed("head.*"), profile=profile) as session:
+        session.step(data()[0])
+
+
 def test_a_new_norm_goes_on_moving_after_a_stop(tmp_path: Path) -> None:
     model = make(Normed)
     with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*")) as session:
@@ -496,6 +554,7 @@ def test_a_new_norm_goes_on_moving_after_a_stop(tmp_path: Path) -> None:
     again = make(Normed)
     with Session(again, sgd(again), classify, fixed("norm_b.*", "head.*")) as session:
         session.load(tmp_path / "stopped")
+        again.norm_b.num_batches_tracked.zero_()  # as if it came from elsewhere
         before = again.norm_b.running_mean.clone()
         session.step(data()[1])
         assert again.norm_b.training and not torch.equal(before, again.norm_b.running_mean)
