@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 NormRule = Literal["auto", "chosen", "frozen", "as-is"]
 ENOUGH = 1000  # values of a channel in a batch: on statistics of far fewer a network trains worse than on those it has
+STRANGE = 0.4  # |log| of the ratio of a batch's variances and those of before: photographs are below, drawings above it
 
 _FORGOTTEN = 0.01  # of what running statistics began with
 
@@ -109,17 +110,18 @@ class Norms:
 
     def settle_(self, run: Callable[[], Any]) -> float | None:
         """Decide what "auto" means from one forward pass, `run`, that leaves no trace: norms rest where a batch holds fewer
-        than `ENOUGH` values of a channel, in the median over them. Gives that number where they do.
+        than `ENOUGH` values of a channel and is like what their statistics are of, both in the median over them. Gives the
+        number of values where they do.
 
         Statistics that are still those of a new norm mean nothing: such a norm is not asked, and moves when it is chosen.
         """
         if self.is_settled:
             return None
         learned = {name: module for name, module in self._norms.items() if _has_learned(module)}
-        values = _values_per_channel(self.model, learned.values(), run) if learned else []
-        few = median(values) if values else ENOUGH
-        self._resting = frozenset(learned) if few < ENOUGH else frozenset()
-        return few if self._resting else None
+        values, strangeness = _shown(self.model, learned.values(), run) if learned else ([], [])
+        rest = bool(values) and median(values) < ENOUGH and median(strangeness) < STRANGE
+        self._resting = frozenset(learned) if rest else frozenset()
+        return median(values) if rest else None
 
     @property
     def is_settled(self) -> bool:
@@ -192,13 +194,14 @@ def _has_learned(norm: nn.Module) -> bool:
     return not is_new and left < _FORGOTTEN
 
 
-def _values_per_channel(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any]) -> list[float]:
-    """How many values of each of its channels a norm sees in one forward pass; none where that does not get to all norms."""
-    seen: dict[nn.Module, float] = {}
+def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any]) -> tuple[list[float], list[float]]:
+    """How many values of each of its channels a norm sees in one forward pass, and how far their variances lie from the running
+    ones; nothing where that pass does not get to all norms."""
+    seen: dict[nn.Module, tuple[float, torch.Tensor]] = {}
 
     def look(norm: nn.Module, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
-        seen[norm] = input.numel() / max(input.shape[1], 1)
+        seen[norm] = input.numel() / max(input.shape[1], 1), _strangeness(cast("_NormBase", norm), input)
 
     hooks = [norm.register_forward_pre_hook(look, with_kwargs=True) for norm in norms]
     try:
@@ -207,11 +210,19 @@ def _values_per_channel(model: nn.Module, norms: Collection[nn.Module], run: Cal
                 norm.training = False
             run()
     except Exception:  # a loss that needs gradients, or a fault that the first step will tell
-        return list(seen.values()) if len(seen) == len(norms) else []
+        seen = seen if len(seen) == len(norms) else {}
     finally:
         for hook in hooks:
             hook.remove()
-    return list(seen.values())
+    return [values for values, _ in seen.values()], [float(strange) for _, strange in seen.values()]
+
+
+def _strangeness(norm: _NormBase, input: torch.Tensor) -> torch.Tensor:
+    """The median over channels of |log(variance of the batch / running variance)|, less what chance makes of so few values."""
+    values = input.numel() / max(input.shape[1], 1)
+    variances = input.var([d for d in range(input.dim()) if d != 1], correction=0).float()
+    ratio = (variances + norm.eps) / (cast("torch.Tensor", norm.running_var).float() + norm.eps)
+    return ratio.log().abs().median() - (2 / max(values, 1)) ** 0.5
 
 
 @contextmanager

@@ -172,9 +172,14 @@ def pretrained() -> TwoNorms:
     return model
 
 
+def alike(rows: int, features: int = 3) -> torch.Tensor:
+    """With a variance of one, as norms have it to begin with."""
+    return torch.tensor([1.0, -1.0]).repeat(rows)[:rows, None].expand(rows, features)
+
+
 def looked_at(model: TwoNorms, rows: int) -> Norms:
     norms = Norms(model, "auto")
-    norms.settle_(lambda: model.bare(model.b(model.a(torch.randn(rows, 3)))))
+    norms.settle_(lambda: model.bare(model.b(model.a(alike(rows)))))
     return norms
 
 
@@ -204,10 +209,17 @@ def test_auto_lets_chosen_norms_move_where_a_batch_is_large_enough() -> None:
 
 def test_auto_counts_what_a_channel_sees_not_samples() -> None:
     model = nn.BatchNorm2d(2)
-    model.running_var.fill_(2.0)
+    model.running_mean.fill_(0.5)
     for side, rests in ((31, True), (32, False)):
-        norms = Norms(model, "auto")
-        assert (norms.settle_(lambda side=side: model(torch.randn(1, 2, side, side))) is not None) == rests
+        norms, batch = Norms(model, "auto"), alike(side * side, 2).T.reshape(1, 2, side, side)
+        assert (norms.settle_(lambda batch=batch: model(batch)) is not None) == rests
+
+
+@pytest.mark.parametrize(("scale", "rests"), [(1.0, True), (1.2, True), (0.85, True), (1.6, False), (0.6, False)])
+def test_auto_lets_norms_move_where_a_batch_is_not_like_their_statistics(scale: float, rests: bool) -> None:
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(0.5)
+    assert (Norms(model, "auto").settle_(lambda: model(scale * alike(200))) is not None) == rests
 
 
 def test_auto_lets_new_norms_move() -> None:
@@ -215,7 +227,7 @@ def test_auto_lets_new_norms_move() -> None:
     norms = looked_at(model, 4)
     norms.hold_(AMONG, {"a.weight"})
     assert model.a.training and norms.priced == "chosen"
-    model.b.running_var.fill_(2.0)  # one of them has learned something: that one rests
+    model.b.running_mean.fill_(0.5)  # one of them has learned something: that one rests
     norms = looked_at(model, 4)
     norms.hold_(AMONG, {"a.weight", "b.weight"})
     assert model.a.training and not model.b.training
@@ -228,15 +240,15 @@ def test_auto_lets_new_norms_move() -> None:
 def test_auto_lets_norms_move_that_have_just_begun(momentum: float | None, batches: int, rests: bool) -> None:
     model = nn.BatchNorm1d(3, momentum=momentum)
     for _ in range(batches):
-        model(torch.randn(4, 3))
-    assert (Norms(model, "auto").settle_(lambda: model(torch.randn(4, 3))) is not None) == rests
+        model(0.1 + alike(4))
+    assert (Norms(model, "auto").settle_(lambda: model(alike(4))) is not None) == rests
 
 
 def test_auto_goes_by_what_a_pass_shows_that_cannot_end_without_gradients() -> None:
     model = pretrained()
 
     def run(*norms: nn.Module) -> None:
-        value = torch.randn(4, 3)
+        value = alike(4)
         for norm in norms:
             value = norm(input=value)
         value.sum().backward()
@@ -252,7 +264,7 @@ def test_auto_asks_norms_that_are_in_eval_mode_too() -> None:
     model = pretrained().eval()
     norms = Norms(model, "auto")
     model.train()
-    norms.settle_(lambda: model.bare(model.b(model.a(torch.randn(4, 3)))))
+    norms.settle_(lambda: model.bare(model.b(model.a(alike(4)))))
     norms.hold_(AMONG, {"a.weight"})
     assert not model.a.training and norms.priced == "frozen"
 

@@ -472,6 +472,16 @@ def test_norm_rules(rule: str, moving: set[str]) -> None:
     assert before["modes"] == after["modes"]
 
 
+def learned() -> nn.Module:
+    """With statistics that are of the data."""
+    model = make(Normed)
+    with torch.no_grad():
+        for _ in range(20):
+            for x, _ in data(3):
+                model(x)
+    return model
+
+
 def test_norms_that_have_learned_rest_where_batches_are_small(tmp_path: Path) -> None:
     model = learned()
     before, log = snapshot(model)["buffers"], tmp_path / "run.jsonl"
@@ -485,13 +495,6 @@ def test_norms_that_have_learned_rest_where_batches_are_small(tmp_path: Path) ->
     with Session(model, sgd(model), classify, recipes.full()) as session:
         session.step(data()[0])
     assert differences(before, snapshot(model)["buffers"])  # plain training
-
-
-def learned() -> nn.Module:
-    model = make(Normed)
-    for norm in (model.norm_a, model.norm_b):
-        norm.running_mean.fill_(0.1)
-    return model
 
 
 def test_a_norm_at_rest_rests_after_a_stop_whatever_came_of_its_statistics(tmp_path: Path) -> None:
@@ -554,7 +557,8 @@ def test_a_new_norm_goes_on_moving_after_a_stop(tmp_path: Path) -> None:
     again = make(Normed)
     with Session(again, sgd(again), classify, fixed("norm_b.*", "head.*")) as session:
         session.load(tmp_path / "stopped")
-        again.norm_b.num_batches_tracked.zero_()  # as if it came from elsewhere
+        for norm in (again.norm_a, again.norm_b):
+            norm.load_state_dict(learned().norm_b.state_dict())  # statistics like those of a session that would rest
         before = again.norm_b.running_mean.clone()
         session.step(data()[1])
         assert again.norm_b.training and not torch.equal(before, again.norm_b.running_mean)
