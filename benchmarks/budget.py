@@ -40,8 +40,9 @@ import torch
 from training import clock
 
 from pliant import Policy, Session, Unit, measure, recipes, schedule, units
-from pliant.apply import Norms, apply_, sandbox
+from pliant.apply import apply_, sandbox
 from pliant.graph import read, trainable
+from pliant.norms import Norms
 
 ASKED = (0.4, 0.5, 0.7)
 QUICK = ("mobilenet_v2", "text_encoder")

@@ -40,11 +40,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import accuracy, clock
 
 from pliant import Session, data, recipes
-from pliant.apply import Norms, apply_
+from pliant.apply import apply_
 from pliant.clock import Watch
 from pliant.engine.features import Features
 from pliant.graph import trainable
 from pliant.models import efficientnet_lite0
+from pliant.norms import Norms
 
 FULL, FREEZING = "full, eager", "plain freezing"  # the references
 ON_CPU = (FULL, FREEZING, "plain", "prefix", "prefix, cache", "auto", "auto, cache")

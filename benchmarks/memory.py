@@ -51,12 +51,13 @@ from torch.utils.checkpoint import checkpoint
 from training import clock
 
 from pliant import Budget, BudgetError, Part, Policy, Session, measure, recipes, score, solve, units
-from pliant.apply import NormRule, Norms, sandbox
+from pliant.apply import sandbox
 from pliant.engine.lean import Lean
 from pliant.engine.places import Places
 from pliant.engine.slices import Slices
 from pliant.graph import Graph, read, trainable
 from pliant.memory import Live, storage
+from pliant.norms import NormRule, Norms
 
 QUICK = ("mobilenet_v2_0.35", "mcunet")
 PLAIN = "plain freezing"

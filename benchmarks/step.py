@@ -33,9 +33,10 @@ from torch import nn
 from training import clock
 
 from pliant import Session, models, recipes
-from pliant.apply import Norms, apply_
+from pliant.apply import apply_
 from pliant.engine.features import Features
 from pliant.graph import trainable
+from pliant.norms import Norms
 
 NETWORKS = ("mobilenet_v2", "efficientnet_lite0", "resnet50", "vit_tiny", "text_encoder")
 BATCHES = (4, 8, 32, 64)

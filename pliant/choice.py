@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from pliant.apply import NormRule, sandbox
+from pliant.apply import sandbox
 from pliant.batches import Loss
 from pliant.budget import RESOURCES, Budget, Progress
 from pliant.drift import Drift, blend, mean
 from pliant.feedback import WITHIN, Feedback, Round
 from pliant.graph import read
 from pliant.measure import origin
+from pliant.norms import NormRule
 from pliant.policy import Policy, plan
 from pliant.profile import Profile
 from pliant.types import BudgetError, Part, ProbeError, Selection, Unit

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from pliant import batches, charges
-from pliant.apply import NormRule, Norms, sandbox
+from pliant.apply import sandbox
 from pliant.batches import Around, Loss
 from pliant.charges import Sizes, Times
 from pliant.clock import device_name, undisturbed
 from pliant.graph import Graph, compute_loss, read, trainable
 from pliant.memory import Live, storage
+from pliant.norms import NormRule, Norms
 from pliant.passes import Passes
 from pliant.profile import Profile
 from pliant.roofline import Peaks, roof_seconds

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from pliant.apply import Norms
 from pliant.batches import Loss
 from pliant.charges import Sizes, Times
 from pliant.clock import LaunchWatch, Watch
 from pliant.graph import Graph, compute_loss, walk, wiring
 from pliant.memory import Live
+from pliant.norms import Norms
 from pliant.recorder import op_name
 
 _MOST_SLOTS = 3

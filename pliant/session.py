@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pliant import batches, checkpoint, data, journal, score
-from pliant.apply import NormRule, Norms, apply_, check_in_groups, found, restore_
+from pliant.apply import apply_, check_in_groups, found, restore_
 from pliant.batches import Loss, Pieces
 from pliant.budget import Budget, Progress
 from pliant.choice import Choice
@@ -26,6 +26,7 @@ from pliant.feedback import Feedback, Round
 from pliant.graph import trainable
 from pliant.measure import inference_bytes
 from pliant.memory import resident
+from pliant.norms import NormRule, Norms
 from pliant.policy import Policy
 from pliant.pricing import Pricing
 from pliant.profile import Profile

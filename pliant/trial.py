@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from pliant import charges
-from pliant.apply import Norms, hide_step_, scratch, scratch_step
+from pliant.apply import hide_step_, scratch, scratch_step
 from pliant.batches import Around, Loss
 from pliant.charges import Array, Sizes, Times
 from pliant.clock import Watch
 from pliant.graph import Graph, compute_loss
 from pliant.memory import Live
+from pliant.norms import Norms
 from pliant.profile import Profile
 from pliant.types import Cost, Part, Unit
 from pliant.update import Update

@@ -11,20 +11,9 @@ from oracle import differences, plain_step, snapshot
 from torch import nn
 from zoo import ZOO, adamw, sgd
 
-from pliant.apply import (
-    ENOUGH,
-    Norms,
-    apply_,
-    check_in_groups,
-    found,
-    restore_,
-    rng_states,
-    sandbox,
-    scratch,
-    scratch_step,
-    set_rng_states,
-)
+from pliant.apply import apply_, check_in_groups, found, restore_, rng_states, sandbox, scratch, scratch_step, set_rng_states
 from pliant.graph import trainable
+from pliant.norms import ENOUGH, Norms
 
 
 def two_layers() -> nn.Module:

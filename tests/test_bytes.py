@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from zoo import sgd
 
 from pliant import Budget, BudgetError, Policy, Profile, Session, measure, schedule, score, solve, units
-from pliant.apply import Norms, apply_
+from pliant.apply import apply_
 from pliant.engine import ENGINES
 from pliant.feedback import Feedback, Round
 from pliant.graph import read, trainable
 from pliant.memory import Live
+from pliant.norms import Norms
 from pliant.runlog import read as read_log
 from pliant.types import Cost, Part, Unit
 

@@ -20,12 +20,13 @@ from torch.overrides import _get_current_function_mode_stack
 from zoo import ZOO, Case, adamw, sgd
 
 from pliant import Budget, BudgetError, Part, Policy, Session, Unit, measure, recipes, schedule, score, solve, units
-from pliant.apply import Norms, apply_
+from pliant.apply import apply_
 from pliant.engine import ENGINES
 from pliant.engine.slices import Slices
 from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import read, trainable
 from pliant.memory import Live
+from pliant.norms import Norms
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 OFTEN = schedule.every(steps=3)

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 
 from pliant import Part, Profile, ProfileMismatch, Unit, apply, batches, measure, passes, trial
-from pliant.apply import NormRule, Norms, apply_, sandbox
+from pliant.apply import apply_, sandbox
 from pliant.clock import Watch
 from pliant.graph import read, trainable, walk
 from pliant.memory import Live
+from pliant.norms import NormRule, Norms
 from pliant.profile import Charge
 from pliant.update import Update
 
