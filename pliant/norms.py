@@ -16,6 +16,7 @@ from pliant.apply import sandbox
 NormRule = Literal["auto", "chosen", "frozen", "as-is"]
 ENOUGH = 1000  # values of a channel in a batch: on statistics of far fewer a network trains worse than on those it has
 STRANGE = 0.4  # |log| of the ratio of a batch's variances and those of before: photographs are below, drawings above it
+_A_FEW = 4  # samples: fewer than that differ from any others
 _FORGOTTEN = 0.01  # of what running statistics began with
 
 
@@ -57,11 +58,20 @@ class Norms:
         """
         if self.is_settled:
             return None
-        learned = {name: module for name, module in self._norms.items() if _has_learned(module)}
-        values, strangeness = _shown(self.model, learned.values(), run) if learned else ([], [])
-        rest = bool(values) and median(values) < ENOUGH and median(strangeness) < STRANGE
-        self._resting = frozenset(learned) if rest else frozenset()
-        return median(values) if rest else None
+        learned = self._learned()
+        seen = _shown(self.model, learned.values(), run) if learned else {}
+        few = median(values for values, _ in seen.values()) if seen else ENOUGH
+        rest = few < ENOUGH and median(strangeness for _, strangeness in seen.values()) < STRANGE
+        self._resting = frozenset(name for name, module in learned.items() if rest and module in seen)
+        return few if rest else None
+
+    def settle_as_(self, rule: str) -> None:
+        """Decide what "auto" means as it was decided elsewhere: where steps were priced (`priced`)."""
+        if not self.is_settled:
+            self._resting = frozenset(self._learned() if rule == "frozen" else ())
+
+    def _learned(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self._norms.items() if _has_learned(module)}
 
     @property
     def is_settled(self) -> bool:
@@ -134,9 +144,9 @@ def _has_learned(norm: nn.Module) -> bool:
     return not is_new and left < _FORGOTTEN
 
 
-def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any]) -> tuple[list[float], list[float]]:
+def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, tuple[float, float]]:
     """How many values of each of its channels a norm sees in one forward pass, and how far their variances lie from the running
-    ones; nothing where that pass does not get to all norms."""
+    ones, for norms that it gets to; nothing where it breaks off before it got to all of them."""
     seen: dict[nn.Module, tuple[float, torch.Tensor]] = {}
 
     def look(norm: nn.Module, args: Any, kwargs: Any) -> None:
@@ -154,11 +164,14 @@ def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any
     finally:
         for hook in hooks:
             hook.remove()
-    return [values for values, _ in seen.values()], [float(strange) for _, strange in seen.values()]
+    return {norm: (values, float(strangeness)) for norm, (values, strangeness) in seen.items()}
 
 
 def _strangeness(norm: _NormBase, input: torch.Tensor) -> torch.Tensor:
-    """The median over channels of |log(variance of the batch / running variance)|, less what chance makes of so few values."""
+    """The median over channels of |log(variance of the batch / running variance)|, less what chance makes of so few values;
+    none where the samples are too few to tell."""
+    if len(input) < _A_FEW:
+        return torch.zeros(())
     values = input.numel() / max(input.shape[1], 1)
     variances = input.float().var([d for d in range(input.dim()) if d != 1], correction=0)
     ratio = (variances + norm.eps) / (cast("torch.Tensor", norm.running_var).float() + norm.eps)

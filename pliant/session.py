@@ -91,8 +91,8 @@ class Session:
         engine computes in, like torch.bfloat16 where the device is fast at it.
 
         `norm` says which norms take the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or as the
-        model's own modes say ("as-is"). "auto": those that are chosen, unless batches are too small for that and the norms have
-        learned statistics to go by; where everything is chosen without a budget, as in plain training.
+        model's own modes say ("as-is"). "auto": those that are chosen, unless batches are too small for that and like
+        what the norms have learned their statistics of; where everything is chosen without a budget, as in plain training.
 
         `correct` plans again within a round where measured steps miss the time that was asked or take more memory. What is
         chosen then hangs on measurements; without it, on the profile and the seed alone.
@@ -299,8 +299,7 @@ class Session:
             self._count_step()  # every call stands for a step, also where the caller's scaler skipped it
         batches.check_not_empty(batch)
         try:
-            if not self._norms.is_settled:
-                self._settle_norms(batch)
+            few = None if self._norms.is_settled else self._settle_norms(batch)
             if not self.units:
                 with self._pace.not_training("profiling"):
                     self._choice.look(self.model, self.optimizer, self.loss, batch, self.update, self._norms.priced)
@@ -308,6 +307,8 @@ class Session:
                 if self._log.path is not None:
                     took = self._pace.spent.get("profiling")
                     self._log.write("start", **journal.start(self.policy, self.profile, self.units, self.engine, took))
+            if few is not None:
+                self._note(f"norms keep their statistics: a batch has {few:.0f} values per channel")
             due, looked = self._choice.is_due(self.progress), self._laps.untaken >= _LOOK_EVERY
             if looked or (due and self._laps.untaken >= _LOOK_EVERY // 2):
                 self._look_at_steps()
@@ -318,17 +319,18 @@ class Session:
         except BaseException:
             if self._choice.selection is None:  # the probe held norms for a choice that did not come about
                 self._norms.release_()
-                self._norms.unsettle_()
+                if not self.units:  # else steps are priced by what was settled
+                    self._norms.unsettle_()
             raise
         check_in_groups(self._params, self.optimizer, self.selection.params)
         self._hold_norms(self.selection.params)
         self._laps.begin()
 
-    def _settle_norms(self, batch: Any) -> None:
+    def _settle_norms(self, batch: Any) -> float | None:
         with self._pace.not_training("profiling"):
-            few = self._norms.settle_(lambda: self.loss(self.model, batch))
-        if few is not None:
-            self._note(f"norms keep their statistics while a part trains: a batch has {few:.0f} values per channel")
+            if self._choice.profile is not None:
+                self._norms.settle_as_(self.profile.origin["norms"])
+            return self._norms.settle_(lambda: self.loss(self.model, batch))
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
         self._norms.hold_(self._params, chosen, limited=self.budget != Budget())

@@ -138,6 +138,22 @@ def test_auto_lets_norms_move_where_a_batch_is_not_like_their_statistics(scale: 
     assert (Norms(model, "auto").settle_(lambda: model(scale * alike(200))) is not None) == rests
 
 
+@pytest.mark.parametrize("rows", [2, 3])
+def test_auto_rests_where_too_few_samples_tell_what_they_are_like(rows: int) -> None:
+    model = pretrained()
+    torch.manual_seed(0)
+    for _ in range(20):
+        batch = 5 * torch.randn(rows, 3)
+        assert Norms(model, "auto").settle_(lambda batch=batch: model.bare(model.b(model.a(batch)))) == rows
+
+
+def test_auto_rests_those_that_the_pass_gets_to() -> None:
+    model = pretrained()
+    norms = Norms(model, "auto")
+    assert norms.settle_(lambda: model.a(alike(50))) == 50
+    assert norms.state() == ["a"] and norms.priced == "chosen"
+
+
 def test_auto_lets_new_norms_move() -> None:
     model = TwoNorms()
     norms = looked_at(model, 4)

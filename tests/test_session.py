@@ -510,8 +510,8 @@ def test_a_norm_at_rest_rests_after_a_stop_whatever_came_of_its_statistics(tmp_p
         assert not model.norm_b.training
 
 
-def test_a_session_that_loads_anothers_rule_keeps_its_own(tmp_path: Path) -> None:
-    for saved, loaded, moves in (("auto", "chosen", True), ("chosen", "auto", False)):
+def test_what_auto_settled_is_for_auto_alone_and_a_run_goes_on_as_it_was_priced(tmp_path: Path) -> None:
+    for saved, loaded, moves in (("auto", "chosen", True), ("chosen", "auto", True), ("frozen", "auto", False)):
         model = learned()
         with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), norm=saved) as session:
             session.step(data()[0])
@@ -519,7 +519,6 @@ def test_a_session_that_loads_anothers_rule_keeps_its_own(tmp_path: Path) -> Non
         model = learned()
         with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), norm=loaded) as session:
             session.load(tmp_path / "stopped")
-            model.norm_b.num_batches_tracked.zero_()
             session.step(data()[1])
             assert model.norm_b.training == moves
 
@@ -541,12 +540,36 @@ def test_a_choice_of_everything_within_a_budget_has_norms_at_rest() -> None:
         assert len(session.selection.params) == len(list(model.parameters())) and not model.norm_b.training
 
 
-def test_a_profile_taken_for_a_batch_serves_a_session_with_that_batch() -> None:
+def test_a_profile_settles_what_norms_do_whatever_the_first_batch_is_like() -> None:
     model = learned()
     profile = counted(model, sgd(model), classify, data()[0])
     assert profile.origin["norms"] == "frozen"
-    with Session(model, sgd(model), classify, fixed("head.*"), profile=profile) as session:
-        session.step(data()[0])
+    x, y = data()[0]
+    for first in ((x, y), (10 * x, y)):
+        with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), profile=profile) as session:
+            session.step(first)
+            assert not model.norm_b.training
+
+
+def test_a_budget_that_is_refused_leaves_norms_as_steps_were_priced() -> None:
+    model = learned()
+    x, y = data()[0]
+    with Session(model, sgd(model), classify, by_gain(schedule.once(), Budget(memory="1B"))) as session:
+        with pytest.raises(BudgetError):
+            session.step((x, y))
+        session.budget = Budget(memory="1MB")
+        session.step((10 * x, y))
+        assert session.profile.origin["norms"] == "frozen" and not model.norm_b.training
+
+
+def test_each_run_of_a_log_tells_of_norms_at_rest(tmp_path: Path) -> None:
+    model, log = learned(), tmp_path / "run.jsonl"
+    for _ in range(2):
+        with Session(model, sgd(model), classify, fixed("head.*"), log=log) as session:
+            session.step(data()[0])
+    kinds = [line["event"] for line in map(json.loads, log.read_text().splitlines())]
+    assert kinds.count("note") == 2
+    assert all(kinds[at - 1] == "start" for at, kind in enumerate(kinds) if kind == "note")
 
 
 def test_a_new_norm_goes_on_moving_after_a_stop(tmp_path: Path) -> None:

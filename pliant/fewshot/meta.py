@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import time
@@ -135,6 +136,7 @@ class _Unseen:
         self._model, self._tasks, self._norm = model, tasks, norm
         self.accuracies: list[tuple[int, float]] = []
         self.best: dict[str, Tensor] = {}
+        self.rank: tuple[float, float] | None = None  # of the best: its accuracy and, where that is the same, its loss
 
     @torch.no_grad()
     def look(self, number: int, episodes: int) -> None:
@@ -142,9 +144,12 @@ class _Unseen:
         is_time = number == episodes or number % -(-episodes // _LOOKS) == 0
         if not self._tasks or not is_time or any(number == looked for looked, _ in self.accuracies):
             return
-        hits = [practise(self._model, task, self._norm)[1] for task in self._tasks]
-        self.accuracies.append((number, sum(hits) / len(hits)))
-        if self.accuracies[-1][1] >= max(accuracy for _, accuracy in self.accuracies):
+        losses, hits = zip(*(practise(self._model, task, self._norm) for task in self._tasks), strict=True)
+        accuracy, loss = sum(hits) / len(hits), float(torch.stack(losses).mean())
+        self.accuracies.append((number, accuracy))
+        rank = (round(accuracy, 6), -loss) if math.isfinite(loss) else (-1.0, 0.0)  # what is ruined names one class rightly
+        if self.rank is None or rank > self.rank:
+            self.rank = rank
             self.best = {name: value.clone() for name, value in self._model.state_dict().items()}
 
 
@@ -180,7 +185,8 @@ def _keep(
 ) -> None:
     content = io.BytesIO()
     tensors = {name: one.state_dict() for name, one in held.items()}
-    so_far = {"losses": losses, "accuracies": accuracies, "unseen": unseen.accuracies, "best": unseen.best}
+    so_far = {"losses": losses, "accuracies": accuracies, "unseen": unseen.accuracies}
+    so_far |= {"best": unseen.best, "rank": unseen.rank}
     torch.save({**tensors, "told": told, **so_far}, content)
     write_aside(state, content.getvalue())
 
@@ -206,5 +212,5 @@ def _go_on(state: Path, held: dict[str, Any], told: dict[str, Any], unseen: _Uns
         )
     for name, one in held.items():
         one.load_state_dict(saved[name])
-    unseen.accuracies, unseen.best = saved["unseen"], saved["best"]
+    unseen.accuracies, unseen.best, unseen.rank = saved["unseen"], saved["best"], saved["rank"]
     return saved["losses"], saved["accuracies"]
