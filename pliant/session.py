@@ -328,7 +328,7 @@ class Session:
 
     def _settle_norms(self, batch: Any) -> float | None:
         with self._pace.not_training("profiling"):
-            if self._choice.profile is not None:
+            if self._choice.profile is not None and "norms" in self.profile.origin:
                 self._norms.settle_as_(self.profile.origin["norms"])
             return self._norms.settle_(lambda: self.loss(self.model, batch))
 

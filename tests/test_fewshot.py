@@ -240,7 +240,7 @@ def test_classes_that_are_held_out_are_never_practised_and_tell_which_weights_re
     source, sampling, net = bars(9, 6), Sampling(ways=(3, 4), support=8, query=2), backbone()
     start = [param.clone() for param in net.parameters()]
     found = meta_train(net, source, episodes=3, lr=1e3, sampling=sampling)  # ruins it
-    assert [number for number, _ in found.held_out] == [0, 1, 2, 3]
+    assert [number for number, _ in found.held_out] == [0, 1, 2, 3] and found.remains == 0
     assert found.held_out[0][1] > max(accuracy for _, accuracy in found.held_out[1:])
     assert all(torch.equal(one, other) for one, other in zip(start, net.parameters(), strict=True))
 
@@ -254,7 +254,7 @@ def test_classes_that_are_held_out_are_never_practised_and_tell_which_weights_re
 def test_without_held_out_classes_the_last_weights_remain() -> None:
     net, start = backbone(), backbone()
     found = meta_train(net, bars(9, 6), episodes=2, sampling=Sampling(ways=(3, 4), support=8, query=2), held_out=0.0)
-    assert found.held_out == () and not torch.equal(net.stem.weight, start.stem.weight)
+    assert found.held_out == () and found.remains is None and not torch.equal(net.stem.weight, start.stem.weight)
     with pytest.raises(ValueError, match=r"held_out=0\.9"):
         meta_train(net, bars(9, 6), held_out=0.9)
 
@@ -279,6 +279,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     told: list[int] = []
     found = meta_train(again, source, out=out, resume=True, on_episode=lambda number, *_: told.append(number), **how)
     assert told == [4] and len(found.losses) == 5 and found.held_out == straight.held_out
+    assert found.remains == straight.remains
     assert len(found.held_out) == (6 if classes == 9 else 0)
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), again.parameters(), strict=True))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["net.safetensors", "whole.safetensors"]

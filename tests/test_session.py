@@ -549,6 +549,8 @@ def test_a_profile_settles_what_norms_do_whatever_the_first_batch_is_like() -> N
         with Session(model, sgd(model), classify, fixed("norm_b.*", "head.*"), profile=profile) as session:
             session.step(first)
             assert not model.norm_b.training
+    with Session(model, sgd(model), classify, fixed("head.*"), profile=replace(profile, origin={})) as session:
+        session.step((x, y))  # one that does not tell is no obstacle
 
 
 def test_a_budget_that_is_refused_leaves_norms_as_steps_were_priced() -> None:

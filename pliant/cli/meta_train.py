@@ -94,8 +94,8 @@ def meta_train(
             f"{out}: accuracy {sum(last) / len(last):.1%} on the last {len(last)} tasks, scale {done.scale:.2f}.",
             highlight=False,
         )
-        if done.held_out:
-            (_, before), (at, best) = done.held_out[0], max(done.held_out, key=lambda look: look[::-1])
+        if done.remains is not None:
+            (_, before), (at, best) = done.held_out[0], done.held_out[done.remains]
             console.print(
                 f"On classes that were not practised: {before:.1%} before, {best:.1%} after {at} tasks, whose weights remain.",
                 highlight=False,

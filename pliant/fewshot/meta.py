@@ -38,7 +38,8 @@ class ResumeError(PliantError, ValueError):
 class MetaTrained:
     """A backbone that has practised, the scale that it learned, and how each task went: loss and accuracy on its queries.
 
-    `held_out`: (tasks practised so far, accuracy on tasks of classes that are never practised), the first before any practice.
+    `held_out`: (tasks practised so far, accuracy on tasks of classes that are never practised), the first before any practice;
+    `remains` is which of them did best: its weights are the backbone's. None where no class was held out.
     """
 
     backbone: nn.Module
@@ -46,6 +47,7 @@ class MetaTrained:
     losses: tuple[float, ...]
     accuracies: tuple[float, ...]
     held_out: tuple[tuple[int, float], ...] = ()
+    remains: int | None = None
 
 
 def meta_train(
@@ -126,7 +128,7 @@ def meta_train(
     if out is not None and state is not None:
         write_aside(out, models.weights_of(backbone, {"scale": repr(learned)}))
         state.unlink(missing_ok=True)
-    return MetaTrained(backbone, learned, tuple(losses), tuple(accuracies), tuple(unseen.accuracies))
+    return MetaTrained(backbone, learned, tuple(losses), tuple(accuracies), tuple(unseen.accuracies), unseen.remains)
 
 
 class _Unseen:
@@ -136,6 +138,7 @@ class _Unseen:
         self._model, self._tasks, self._norm = model, tasks, norm
         self.accuracies: list[tuple[int, float]] = []
         self.best: dict[str, Tensor] = {}
+        self.remains: int | None = None  # which look was the best
         self.rank: tuple[float, float] | None = None  # of the best: its accuracy and, where that is the same, its loss
 
     @torch.no_grad()
@@ -149,7 +152,7 @@ class _Unseen:
         self.accuracies.append((number, accuracy))
         rank = (round(accuracy, 6), -loss) if math.isfinite(loss) else (-1.0, 0.0)  # what is ruined names one class rightly
         if self.rank is None or rank > self.rank:
-            self.rank = rank
+            self.rank, self.remains = rank, len(self.accuracies) - 1
             self.best = {name: value.clone() for name, value in self._model.state_dict().items()}
 
 
@@ -186,7 +189,7 @@ def _keep(
     content = io.BytesIO()
     tensors = {name: one.state_dict() for name, one in held.items()}
     so_far = {"losses": losses, "accuracies": accuracies, "unseen": unseen.accuracies}
-    so_far |= {"best": unseen.best, "rank": unseen.rank}
+    so_far |= {"best": unseen.best, "rank": unseen.rank, "remains": unseen.remains}
     torch.save({**tensors, "told": told, **so_far}, content)
     write_aside(state, content.getvalue())
 
@@ -212,5 +215,6 @@ def _go_on(state: Path, held: dict[str, Any], told: dict[str, Any], unseen: _Uns
         )
     for name, one in held.items():
         one.load_state_dict(saved[name])
-    unseen.accuracies, unseen.best, unseen.rank = saved["unseen"], saved["best"], saved["rank"]
+    unseen.accuracies, unseen.best = saved["unseen"], saved["best"]
+    unseen.rank, unseen.remains = saved["rank"], saved["remains"]
     return saved["losses"], saved["accuracies"]
