@@ -7,8 +7,8 @@ A task has 5–50 classes and a few images of each, drawn as Meta-Dataset does (
 source. Every method begins with the same weights: those of ImageNet, or those after practising tasks of the source (40 kinds of
 birds, `fewshot.meta_train`): "meta 100 0.001" after a hundred tasks at that learning rate. Each takes the same number of steps
 of SGD, on the same changed copies of the support images, against prototypes of the support set; then query images are
-classified by the nearest prototype. A learning rate is chosen for each method and domain, with the same trials, on tasks of all
-other domains and of the source: a device knows nothing of the tasks that will come. Methods:
+classified by the nearest prototype. Each method has one learning rate for all domains, as a device does that knows nothing of
+the tasks to come: the best of four on other tasks of all domains and of the source. Methods:
 
     none            nothing trains
     full            every convolution
@@ -17,9 +17,9 @@ other domains and of the source: a device knows nothing of the tasks that will c
     sparse update   a fixed choice of layers and input channels, made once, on the source: MIT's scheme
     lora            rank 4 beside every 1×1 convolution
     random          channels by lot inside the budget of tinytrain
-    tinytrain       the paper's choice; exact: ours under the same budget; inputs: exact with slices of input channels; half:
-                    exact with half of the MACs
-    pliant          exact, by the update gain of `recipes.pliant` in place of Fisher information
+    tinytrain       the paper's choice; exact: ours under the same budget; half: exact with half of the MACs; depthwise too:
+                    exact among all layers, with depthwise filters
+    pliant          exact, depthwise too, by the update gain of `recipes.pliant` in place of Fisher information
 
 From `random` on all keep inside 1 MB beyond inference and 0.15 of a full backward pass's MACs. Accuracies do not hang on how
 many images a pass holds (gradients gather over the whole support set), so runs use large ones. What one image at a time takes
@@ -50,14 +50,16 @@ import fewshot_methods as shared
 import packed
 import record
 import torch
+from torch import nn
 
 from pliant import fewshot, images
+from pliant.engine.features import Features
 
 IMAGENET, PRACTISED = "imagenet", "meta 100 0.001"  # starts
 RATES = (0.001, 0.004, 0.016, 0.064)
 TUNING_TASKS = 4  # per domain and rate
 SAVE_SECONDS = 10.0
-BEGUN = time.monotonic()
+CACHE_BYTES = "8GB"
 MAIN = "mcunet"
 TASKS = {MAIN: 60}  # per domain; 30 for the others
 QUICK = ("none", "full", "tinytrain", "tinytrain, exact")
@@ -76,18 +78,34 @@ def task_of(domain: str, number: int, setting: dict[str, Any]) -> fewshot.Episod
     return sampling.draw(shared.domain(name), seed=int(number < 0), number=abs(number))
 
 
+Job = tuple[str, str, str, int]  # backbone, start, domain, task
+
+
+def several(job: Job, methods: dict[str, tuple[float, ...]], setting: dict[str, Any], until: float) -> list[dict[str, Any]]:
+    """One task, some methods with some learning rates each; what was not begun `until` a moment is left out.
+
+    One process takes all methods of a task: for a support set of another size, CUDA's libraries look for kernels anew, which
+    takes longer than training.
+    """
+    out: list[dict[str, Any]] = []
+    for method, rates in methods.items():
+        if time.time() < until:
+            out += cells(*job, method, rates, setting)
+    return out
+
+
 def cells(
     backbone: str, begin: str, domain: str, number: int, method: str, rates: tuple[float, ...], setting: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """One task, one method, some learning rates: the accuracy of each on the queries, and what was chosen, the same for all."""
     device = setting["device"]
-    net, scale = shared.start(backbone, None if begin == IMAGENET else meta_file(backbone, begin, setting))
+    net, scale = begun(backbone, None if begin == IMAGENET else meta_file(backbone, begin, setting), device)
     task = task_of(domain, number, setting)
-    support, query, begun = on(task.support, device), on(task.query, device), time.perf_counter()
-    net, policy = shared.ready(method, net.to(device), support)
-    choosing, out = time.perf_counter() - begun, []
+    support, query, since = on(task.support, device), on(task.query, device), time.perf_counter()
+    net, policy = shared.ready(method, net, support)
+    choosing, out = time.perf_counter() - since, []
     for lr in rates:
-        begun = time.perf_counter()
+        since = time.perf_counter()
         adapted = fewshot.adapt(
             net,
             support,
@@ -97,7 +115,8 @@ def cells(
             batch=setting["batch"],
             query=query,
             scale=scale,
-            engine="plain",  # the same gradients whatever the engine; this one takes no time to choose
+            engine="prefix",  # the same gradients whatever the engine; this one need not be raced against others
+            cache=Features(CACHE_BYTES, device=device),  # of the support set, for prototypes
             seed=abs(number),
         )
         if adapted.predictions is None:
@@ -117,10 +136,17 @@ def cells(
                 "ways": len(task.support.classes),
                 "support": len(task.support),
                 "chosen": dict(groups),
-                "seconds": choosing + time.perf_counter() - begun,
+                "seconds": choosing + time.perf_counter() - since,
             }
         )
     return out
+
+
+@cache
+def begun(backbone: str, meta: Path | None, device: str) -> tuple[nn.Module, float]:
+    """The network that tasks begin with, once for a process: each trains a copy of it."""
+    net, scale = shared.start(backbone, meta)
+    return net.to(device), scale
 
 
 def on(some: images.ImageSet, device: str) -> images.ImageSet:
@@ -160,42 +186,39 @@ def key(c: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(c[name] for name in ("backbone", "start", "domain", "task", "method", "lr"))
 
 
-def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What can run now, as `cells` takes it: what tells a method's rates, and all tasks of methods whose rates are known."""
+def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> dict[Job, dict[str, tuple[float, ...]]]:
+    """What can run now, as `several` takes it: what tells a method's rates, and all tasks of methods whose rates are known."""
     out = []
     tasks = {backbone: range(args.tasks or TASKS.get(backbone, 30)) for backbone in args.backbones}
     for backbone, begin, method in itertools.product(args.backbones, args.starts, args.methods):
-        rates = rates_of(done, backbone, begin, method, args)
-        if rates is None:
+        rate = rate_of(done, backbone, begin, method, args)
+        if rate is None:
             tuning = itertools.product(("source", *args.domains), range(-1, -1 - args.tuning, -1), args.rates)
             out += [(backbone, begin, domain, n, method, lr) for domain, n, lr in tuning]
         else:
-            out += [(backbone, begin, domain, n, method, rates[domain]) for n in tasks[backbone] for domain in args.domains]
+            out += [(backbone, begin, domain, n, method, rate) for n in tasks[backbone] for domain in args.domains]
     known = {key(c) for c in done}
-    rates_by: dict[tuple[Any, ...], list[float]] = {}
-    for *task, lr in (one for one in out if one not in known):
-        rates_by.setdefault(tuple(task), []).append(lr)
-    by_task = [(*task, tuple(rates)) for task, rates in rates_by.items()]
-    return sorted(by_task, key=lambda one: one[3])  # every method gets on as far as the others
+    jobs: dict[Job, dict[str, tuple[float, ...]]] = {}
+    for *job, method, lr in sorted((one for one in out if one not in known), key=lambda one: one[3]):  # all get on alike
+        methods = jobs.setdefault(tuple(job), {})
+        methods[method] = (*methods.get(method, ()), lr)
+    return jobs
 
 
-def rates_of(
-    done: list[dict[str, Any]], backbone: str, begin: str, method: str, args: argparse.Namespace
-) -> dict[str, float] | None:
-    """For each domain the rate of a method; None while not all that tells it was tried."""
+def rate_of(done: list[dict[str, Any]], backbone: str, begin: str, method: str, args: argparse.Namespace) -> float | None:
+    """The rate of a method; None while not all that tells it was tried."""
     if method == "none" or len(args.rates) == 1:
-        return dict.fromkeys(args.domains, args.rates[0])
+        return args.rates[0]
     mine = [c for c in done if (c["backbone"], c["start"], c["method"]) == (backbone, begin, method) and c["task"] < 0]
     enough = len({key(c) for c in mine}) >= (1 + len(args.domains)) * len(args.rates) * args.tuning
-    return {domain: best_elsewhere(mine, domain) for domain in args.domains} if enough else None
+    return best(mine) if enough else None
 
 
-def best_elsewhere(tuning: list[dict[str, Any]], domain: str) -> float:
-    """The rate with the best mean on the tasks for tuning of all domains but this one."""
+def best(tuning: list[dict[str, Any]]) -> float:
+    """The rate with the best mean over all domains' tasks for tuning."""
     found: dict[float, list[float]] = {}
     for c in tuning:
-        if c["domain"] != domain:
-            found.setdefault(c["lr"], []).append(c["accuracy"])
+        found.setdefault(c["lr"], []).append(c["accuracy"])
     return max(sorted(found), key=lambda lr: statistics.mean(found[lr]))
 
 
@@ -231,7 +254,7 @@ def table(cells: list[dict[str, Any]]) -> str:
             against = "" if method == "full" or not all(pairs) else _over_domains(pairs, "+")
             paper = PUBLISHED[backbone].get(method, "")
             lines.append(f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {against} | {paper} |")
-        lines += ["", *_rates(tuning, backbone, begin, mine), ""]
+        lines += ["", *_rates(tuning, backbone, begin), ""]
     return "\n".join(lines)
 
 
@@ -257,34 +280,22 @@ def _taken(tuning: list[dict[str, Any]]) -> Callable[[dict[str, Any]], float]:
     by_method: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for c in tuning:
         by_method.setdefault((c["backbone"], c["start"], c["method"]), []).append(c)
-
-    @cache
-    def rate(method: tuple[str, ...], domain: str) -> float:
-        return best_elsewhere(by_method[method], domain)
-
-    def of(c: dict[str, Any]) -> float:
-        method = c["backbone"], c["start"], c["method"]
-        return rate(method, c["domain"]) if method in by_method else c["lr"]
-
-    return of
+    rates = {method: best(some) for method, some in by_method.items()}
+    return lambda c: rates.get((c["backbone"], c["start"], c["method"]), c["lr"])
 
 
-def _rates(tuning: list[dict[str, Any]], backbone: str, begin: str, runs: list[dict[str, Any]]) -> list[str]:
-    """Markdown: how each rate did on the tasks for tuning, all domains and the source together, and which was taken where."""
+def _rates(tuning: list[dict[str, Any]], backbone: str, begin: str) -> list[str]:
+    """Markdown: how each rate did on the tasks for tuning, all domains and the source together, and which was taken."""
     mine = [c for c in tuning if (c["backbone"], c["start"]) == (backbone, begin)]
     rates = sorted({c["lr"] for c in mine})
     if not rates:
         return []
-    domains = [name for name in shared.DOMAINS if any(c["domain"] == name for c in runs)]
-    lines = [
-        f"| tasks for tuning | {' | '.join(f'{lr:g}' for lr in rates)} | {' | '.join(f'taken for {d}' for d in domains)} |",
-        "|" + "---|" * (len(rates) + len(domains) + 1),
-    ]
+    lines = [f"| tasks for tuning | {' | '.join(f'{lr:g}' for lr in rates)} | taken |", "|" + "---|" * (len(rates) + 2)]
     for method in [name for name in shared.METHODS if any(c["method"] == name for c in mine)]:
-        tried = [[100 * c["accuracy"] for c in mine if (c["method"], c["lr"]) == (method, lr)] for lr in rates]
-        taken = {c["domain"]: f"{c['lr']:g}" for c in runs if c["method"] == method}
-        row = [*(f"{statistics.mean(some):.1f}" if some else "" for some in tried), *(taken.get(d, "") for d in domains)]
-        lines.append(f"| {method} | {' | '.join(row)} |")
+        tried = [c for c in mine if c["method"] == method]
+        row = [[100 * c["accuracy"] for c in tried if c["lr"] == lr] for lr in rates]
+        means = " | ".join(f"{statistics.mean(some):.1f}" if some else "" for some in row)
+        lines.append(f"| {method} | {means} | {best(tried):g} |")
     return lines
 
 
@@ -344,19 +355,18 @@ def main() -> None:
     for backbone, begin in itertools.product(args.backbones, args.starts):
         if begin != IMAGENET:
             meta_file(backbone, begin, here)
+    until = time.time() + args.seconds
     with ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare, (shared.FOLDER[0],)) as pool:
-        while (todo := wanted(args, done)) and time.monotonic() - BEGUN < args.seconds:
-            print(f"{len(done)} cells are done, {sum(len(rates) for *_, rates in todo)} can run now", flush=True)
-            for future in as_completed([pool.submit(cells, *one, here) for one in todo]):
+        while (todo := wanted(args, done)) and time.time() < until:
+            number = sum(len(rates) for methods in todo.values() for rates in methods.values())
+            print(f"{len(done)} cells are done, {number} can run now", flush=True)
+            for future in as_completed([pool.submit(several, job, methods, here, until) for job, methods in todo.items()]):
                 for c in future.result():
                     done.append(c)
                     print(f"{' '.join(map(str, key(c)))}: {c['accuracy']:.3f}", flush=True)
                 if time.monotonic() - saved > SAVE_SECONDS:
                     record.save(out, setting, done, table(done))
                     saved = time.monotonic()
-                if time.monotonic() - BEGUN > args.seconds:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    break
     record.save(out, setting, done, table(done))
     print(table(done))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import packed
 import torch
@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pliant import Budget, Policy, fewshot, images, models, plan, recipes, score, solve
+from pliant import Budget, Policy, fewshot, images, models, plan, recipes, score, solve, units
 from pliant.apply import sandbox
 from pliant.fewshot.views import Views
-from pliant.graph import read
+from pliant.graph import Graph, read
+from pliant.policy import in_reach
+from pliant.profile import Profile
 
 BACKBONES = {
     "mcunet": "weights/mcunet_5fps_int8.safetensors",
@@ -51,13 +53,17 @@ def last_layer(net: nn.Module) -> Policy:
     return recipes.only(f"backbone.{last}.*")
 
 
+def with_depthwise(policy: Policy, axis: Literal["out", "in"] = "out") -> Policy:
+    return replace(policy, units=units.channels(axis))
+
+
 def chance() -> Policy:
     return replace(tinytrain(), signal=score.random(), solver=solve.sample(), name="random")
 
 
 def channels_by_gain() -> Policy:
     """`recipes.pliant` for so little memory that hardly a whole layer fits into it: its signal, with channels."""
-    return replace(tinytrain(exact=True), signal=recipes.pliant().signal, name="pliant")
+    return replace(with_depthwise(tinytrain(exact=True)), signal=recipes.pliant().signal, name="pliant")
 
 
 class LowRank(nn.Module):
@@ -90,16 +96,17 @@ METHODS: dict[str, Callable[[nn.Module], Policy | None]] = {
     "random": lambda net: chance(),
     "tinytrain": lambda net: tinytrain(),
     "tinytrain, exact": lambda net: tinytrain(exact=True),
-    "tinytrain, exact, inputs": lambda net: tinytrain(exact=True, axis="in"),
     "tinytrain, exact, half": lambda net: tinytrain(exact=True, macs=MACS / 2),
+    "tinytrain, exact, depthwise too": lambda net: with_depthwise(tinytrain(exact=True)),
     "pliant": lambda net: channels_by_gain(),
 }
 
 
+@cache
 def sparse_update(net: nn.Module) -> Policy:
-    """What `tinytrain, exact, inputs` chooses for one task of the source, from then on whatever the task is."""
+    """The input channels that the exact choice has for one task of the source, from then on whatever the task is."""
     support = fewshot.Sampling(support=60).draw(domain(SOURCE), seed=1).support
-    return fixed(tinytrain(exact=True, axis="in"), net, support)
+    return fixed(with_depthwise(tinytrain(exact=True, axis="in"), "in"), net, support)
 
 
 def fixed(policy: Policy, net: nn.Module, support: images.ImageSet, pieces: int = 50) -> Policy:
@@ -108,20 +115,40 @@ def fixed(policy: Policy, net: nn.Module, support: images.ImageSet, pieces: int 
     What is chosen is what a session with batches of one image chooses: its costs are those of one image. The values are those
     of the whole support set, which do not hang on the pieces that it comes in, so that large ones can be taken.
     """
-    model = fewshot.Prototypes(copy.deepcopy(net)).eval()
+    model, optimizer = prototypes(net)
     device = model.log_scale.device
-    model.log_scale.requires_grad_(False)
     several = Views(support, pieces, net.norm, device=device)
     model.fit_(((x, y) for x, y, _ in several), len(support.classes))
-    optimizer = torch.optim.SGD(model.backbone.parameters(), lr=0.02, momentum=0.9)
     one = next(iter(Views(support, 1, net.norm, device=device)))
-    profile = policy.cost(model, optimizer, loss, one, norm="frozen").on("lean")
-    with sandbox(model):
-        graph = read(model, loss, one)
+    profile, graph = prices(policy.cost, net, len(support.classes), tuple(one[0].shape))
     changed = Views(support, pieces, net.norm, fewshot.Augment(), device=device)
-    values = score.probe(policy.signal, model, optimizer, loss, one, policy.units(graph), seed=policy.seed, pieces=changed)
+    candidates = policy.units(graph)
+    windows = [in_reach(policy, profile, candidates)]
+    values = score.probe(
+        policy.signal, model, optimizer, loss, one, candidates, seed=policy.seed, windows=windows, pieces=changed
+    )
     names = [unit.name.replace("[", "[[]", 1) for unit in plan(policy, profile, values).units]  # globs read brackets
     return replace(policy, signal=score.nearness(), solver=solve.fixed(*names), budget=Budget())
+
+
+def prototypes(net: nn.Module) -> tuple[fewshot.Prototypes, torch.optim.Optimizer]:
+    """A copy of a network as `fewshot.adapt` trains it."""
+    model = fewshot.Prototypes(copy.deepcopy(net)).eval()
+    model.log_scale.requires_grad_(False)
+    return model, torch.optim.SGD(model.backbone.parameters(), lr=0.02, momentum=0.9)
+
+
+@cache
+def prices(cost: Any, net: nn.Module, classes: int, shape: tuple[int, ...]) -> tuple[Profile, Graph]:
+    """What training a network costs where so many classes are told apart: the same for every task of that many."""
+    model, optimizer = prototypes(net)
+    device = model.log_scale.device
+    images, label, share = torch.zeros(shape, device=device), torch.zeros(1, dtype=torch.long, device=device), torch.ones(())
+    model.fit_([(images, label)], classes)
+    one = images, label, share.to(device)
+    profile = cost(model, optimizer, loss, one, norm="frozen").on("lean")
+    with sandbox(model):
+        return profile, read(model, loss, one)
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:

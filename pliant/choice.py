@@ -18,7 +18,7 @@ from pliant.feedback import WITHIN, Feedback, Round
 from pliant.graph import read
 from pliant.measure import origin
 from pliant.norms import NormRule
-from pliant.policy import Policy, plan
+from pliant.policy import Policy, in_reach, plan
 from pliant.profile import Profile
 from pliant.types import BudgetError, Part, ProbeError, Selection, Unit
 from pliant.update import Update
@@ -207,7 +207,7 @@ class Choice:
         limit = self._within(now)
         if self.profile is None or (limit is None and self.policy.budget.macs is None):
             return None
-        names = self._in_reach(now)
+        names = in_reach(self.policy, self.profile, self.units, now)
         if limit is None:
             return [names]
         if self.selection is not None:  # the optimizer's state stands meanwhile
@@ -230,15 +230,6 @@ class Choice:
             elif fits([name]):
                 out.append([name])
         return out
-
-    def _in_reach(self, now: Progress) -> list[str]:
-        """The parameters of which some unit, alone, takes no more MACs than a step may."""
-        if self.profile is None or self.policy.budget.macs is None:
-            return list(dict.fromkeys(param for unit in self.units for param in unit.params))
-        table, most = self.profile.table(self.units), self.policy.budget.limits(self.profile.full, now)["macs"]
-        alone = self.profile.base.macs + table.macs @ table.needed
-        affordable = [unit for unit, macs in zip(self.units, alone, strict=True) if macs <= most]
-        return list(dict.fromkeys(param for unit in affordable for param in unit.params))
 
     def asked_seconds(self, now: Progress) -> float | None:
         """The time limit of a step as it is now."""

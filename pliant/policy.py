@@ -53,6 +53,16 @@ class Policy:
             raise ValueError(f"start='head' with when={self.when.name!r} never trains anything else: use start='scored'.")
 
 
+def in_reach(policy: Policy, profile: Profile, units: tuple[Unit, ...], progress: Progress | None = None) -> list[str]:
+    """The parameters of which some unit, alone, takes no more MACs than a step may: others need not be scored."""
+    if policy.budget.macs is None:
+        return list(dict.fromkeys(param for unit in units for param in unit.params))
+    table, most = profile.table(units), policy.budget.limits(profile.full, progress or Progress())["macs"]
+    alone = profile.base.macs + table.macs @ table.needed
+    affordable = [unit for unit, macs in zip(units, alone, strict=True) if macs <= most]
+    return list(dict.fromkeys(param for unit in affordable for param in unit.params))
+
+
 def plan(
     policy: Policy,
     profile: Profile,

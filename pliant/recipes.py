@@ -81,7 +81,8 @@ def tinytrain(
     """The best layers by Fisher information for their size, and of those the best channels. TinyTrain, arXiv 2307.09988.
 
     `macs` is a share of a full backward pass. Layers come by the paper's score, which knows how large a layer is but not what
-    its step keeps nor the way to it; with `exact` the channels are the best under the true prices, whatever their layer.
+    its step keeps nor the way to it; with `exact` the channels are the best under the true prices, whatever their layer. Those
+    of depthwise layers are then none of them: their potential is that of the layer before once more, and would count twice.
     `axis` says which channels are sliced. `head` always trains the module nearest the loss: for a model that ends in a
     classifier of its own, which has everything to learn; where prototypes classify there is none.
     """
@@ -89,7 +90,8 @@ def tinytrain(
     when = when or schedule.once()
     budget = Budget(memory=memory, macs=macs)
     name = "tinytrain_exact" if exact else "tinytrain"
-    return Policy(units.channels(axis), score.fisher(), backward, solver, when, budget, head=head, seed=seed, name=name)
+    choice = units.channels(axis, depthwise=not exact)
+    return Policy(choice, score.fisher(), backward, solver, when, budget, head=head, seed=seed, name=name)
 
 
 def freeze_out(start: float = 0.8, *, cubed: bool = True, when: Schedule | None = None) -> Policy:

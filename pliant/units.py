@@ -78,13 +78,20 @@ def norms() -> Units:
     return of
 
 
-def channels(axis: Literal["out", "in"] = "out", group: int = 8, include: Globs = "*", exclude: Globs = ()) -> Units:
+def channels(
+    axis: Literal["out", "in"] = "out",
+    group: int = 8,
+    include: Globs = "*",
+    exclude: Globs = (),
+    *,
+    depthwise: bool = True,
+) -> Units:
     """Groups of neighbouring channels of every convolution and linear layer: slices of its weight along its outputs or inputs.
 
     Slices of outputs take their piece of the bias along; with inputs, biases stand in no unit. Of a weight with
     several groups, a slice of inputs is the same channels in each group; where a group has one input (a depthwise convolution),
-    slices are along the outputs, which is the same there. Everything else (norms, embeddings, layers that the loss does not
-    reach) stands in no unit.
+    slices are along the outputs, which is the same there; without `depthwise`, layers whose filters see a single channel are
+    left out. Everything else (norms, embeddings, layers that the loss does not reach) stands in no unit.
     """
     if axis not in ("out", "in"):
         raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
@@ -103,6 +110,8 @@ def channels(axis: Literal["out", "in"] = "out", group: int = 8, include: Globs 
             if param not in mine or kind != "weight":
                 continue
             shape, bias = graph.shapes[param], f"{layer}.bias"
+            if shape[1] == 1 and not depthwise:
+                continue
             dim = 1 if axis == "in" and shape[1] > 1 else 0
             for start in range(0, shape[dim], group):
                 index = tuple(range(start, min(start + group, shape[dim])))

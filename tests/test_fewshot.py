@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from pliant import cli, models, recipes
+from pliant.engine.features import Features
 from pliant.fewshot import Augment, Episode, Prototypes, Sampling, adapt, meta_train, scale_of
 from pliant.fewshot.meta import ResumeError, _parted
 from pliant.fewshot.views import Views
@@ -195,6 +196,18 @@ def test_a_cache_changes_nothing_but_the_time() -> None:
     assert cached.losses == pytest.approx(plain.losses, rel=1e-3)
     assert plain.predictions is not None and cached.predictions is not None
     assert torch.equal(plain.predictions, cached.predictions)
+
+
+def test_a_cache_serves_prototypes_where_every_copy_is_a_new_one() -> None:
+    policy, features = recipes.tinytrain(memory=None, macs=0.2, exact=True), Features("20MB")
+    plain, cached = (
+        adapt(backbone(), bars(3, 3), steps=5, batch=3, policy=policy, cache=cache, engine="prefix", query=bars(3, 2, seed=1))
+        for cache in (None, features)
+    )
+    assert cached.losses == pytest.approx(plain.losses, rel=1e-3)
+    assert plain.predictions is not None and cached.predictions is not None
+    assert torch.equal(plain.predictions, cached.predictions)
+    assert (features.stored, features.hits) == (9, 6 + 9 + 9)  # what the first piece shows is kept when it comes again
 
 
 def test_norms_keep_their_statistics() -> None:

@@ -116,7 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"types", "torch", "safetensors"},
     "data": {"models", "torch", "numpy", "sklearn"},
     "images": {"types", "data", "torch", "numpy", "PIL"},
-    "fewshot": {"types", "batches", "budget", "policy", "recipes", "session", "images", "models", "torch", "numpy"},
+    "fewshot": {"types", "batches", "budget", "policy", "engine", "recipes", "session", "images", "models", "torch", "numpy"},
     "report": {"types", "runlog", "roofline", "markup"},
     "watch": {"types", "report"},
     "folder": {"types"},

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pliant import Budget, BudgetError, Session, measure, models, recipes, score, solve, units
+from pliant.apply import sandbox
 from pliant.fewshot import Augment, Prototypes, adapt
 from pliant.fewshot.views import Views
 from pliant.graph import read
@@ -250,6 +251,17 @@ def test_exact_is_never_worth_less() -> None:
 
     for macs in (0.1, 0.2, 0.4):
         assert worth(macs, exact=True) >= worth(macs, exact=False) * (1 - 1e-3)  # its gap
+
+
+def test_exact_chooses_among_dense_layers() -> None:
+    """A depthwise layer has the potential of the one before it once more."""
+    model, loss, batch = task()
+    with sandbox(model):
+        graph = read(model, loss, batch)
+    of = {exact: {unit.name.split("[")[0] for unit in recipes.tinytrain(exact=exact).units(graph)} for exact in (False, True)}
+    left_out = {name: model.get_submodule(name) for name in of[False] - of[True]}
+    assert left_out and all(isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels for layer in left_out.values())
+    assert all(getattr(model.get_submodule(name), "groups", 1) == 1 for name in of[True])
 
 
 def test_a_budget_that_nothing_fits_names_the_floor() -> None:

@@ -314,6 +314,8 @@ def test_channels_can_be_left_out() -> None:
         "grouped[out 0:4]",
     ]
     assert all(len(unit.parts) == 1 for unit in units.channels(exclude="*.bias")(graph))
+    dense = {unit.name.split("[")[0] for axis in ("out", "in") for unit in units.channels(axis, depthwise=False)(graph)}  # type: ignore[arg-type]
+    assert dense == {"head", "grouped"}
     with pytest.raises(ValueError, match="no convolution or linear layer is among the parameters"):
         units.channels(include=["norm.*", "scale"])(graph)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pliant import recipes
 from pliant.budget import Budget
+from pliant.engine.features import Features
 from pliant.fewshot.prototypes import SCALE, Prototypes
 from pliant.fewshot.views import Augment, Views, needed_norm
 from pliant.images import ImageError, ImageSet, Norm
@@ -60,7 +61,7 @@ def adapt(
     norm: Norm | None = None,
     scale: float = SCALE,
     engine: str = "auto",
-    cache: str | int | None = None,
+    cache: Features | str | int | None = None,
     in_place: bool = False,
     seed: int = 0,
     log: str | os.PathLike[str] | None = None,
@@ -74,9 +75,9 @@ def adapt(
     inference and 0.15 of a full backward pass's MACs, or what the policy says). With `steps=0` nothing trains.
 
     The backbone has `embed`, or gives features. It is copied unless `in_place`, and runs in evaluation mode, in which the copy
-    stays: norms keep their statistics. `norm` is what its input is normalised with, if it has no attribute of that name. With
-    `views`, there are just so many changed copies, taken in turn, and with a `cache` of so many bytes what lies before the
-    first chosen layer is computed once for each.
+    stays: norms keep their statistics. `norm` is what its input is normalised with, if it has no attribute of that name. With a
+    `cache` of so many bytes, what lies before the first chosen layer is computed once for each image of the support set, and
+    with `views`, just so many changed copies that are taken in turn, once for each of those, too.
 
     A class of a single image is its own prototype: what it learns is to keep its changed copy near and those of other classes
     away. That works, but says nothing of how images of that class differ.
@@ -152,7 +153,8 @@ class _Task:
             view = step if self.views is None else step % self.views
             changed, total = replace(self.changed, view=view), torch.zeros((), device=self.changed.device)
             for index in changed.places():
-                total += session.step(changed.piece(index), ids=[(view, i) for i in index])
+                ids = [(view, i) for i in index] if self.views is not None else None  # another copy never comes back
+                total += session.step(changed.piece(index), ids=ids)
             loss = float(total) / len(changed)
             if on_step is not None:
                 on_step(step, loss)
