@@ -5,13 +5,15 @@
     python benchmarks/transfer.py --data DIR --classes 10 --images 40   # one CPU thread, a part of each set: hours; resumable
     python benchmarks/transfer.py --data DIR --quick                    # five methods, a few images: a minute or two
 
-For each method and task: one run per learning rate with seed 0, judged on the validation split; then the other seeds at the
-best one. The test split is read at the end of a run, and looked at for the best rate alone. SGD with momentum (AdamW for text),
-half a cosine, clipped gradients, the same number of steps. Which samples a batch holds and how they are changed, and the head
-that a run begins with, hang on the seed alone; each cell holds numbers that tell (`start`, `order`). `full` and `full, tuned`
-are plain loops, all others a `Session` (engine "auto") with the precision and layout of `full, tuned`: on CUDA bfloat16
+For each method and task: one run per learning rate with seed 0, judged on the validation split; then the other seeds at every
+rate that comes within five points of the best, and the best mean over seeds counts (a small validation split and one seed pick
+rates by luck). The test split is read at the end of a run, and looked at for the best rate alone. SGD with momentum (AdamW for
+text), half a cosine, clipped gradients, the same number of steps. Which samples a batch holds and how they are changed, and the
+head that a run begins with, hang on the seed alone; each cell holds numbers that tell (`start`, `order`). `full` and `full,
+tuned` are plain loops, all others a `Session` (engine "auto") with the precision and layout of `full, tuned`: on CUDA bfloat16
 autocast, channels-last and the fused optimizer. Methods, and words that change one thing in them: `transfer_methods.py`. Sets
-and networks: `transfer_tasks.py`. What is timed, after one step on a copy that loads kernels:
+and networks: `transfer_tasks.py`.
+What is timed, after one step on a copy that loads kernels:
 
     import all there is; start clock; open the session
     for every epoch: for every batch: pick, change and enlarge its images, step; stop clock; evaluate; start clock
@@ -57,7 +59,7 @@ import transfer_methods as methods
 import transfer_tasks as tasks
 from torch import Tensor, nn
 from training import clock
-from transfer_table import best, table
+from transfer_table import best, contenders, table
 
 from pliant import Selection, Session, energy
 from pliant.engine.features import Features
@@ -273,18 +275,19 @@ def key(c: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """The cells that can run now: those that tell a method's rate, and the seeds of methods whose rate is known.
+    """The cells that can run now: seed 0 of every rate, then the other seeds of rates that may be the best.
 
-    With `--timed`, only the latter, and those again that did not run alone.
+    With `--timed`, those of the best rate alone, and again if they did not run alone.
     """
     out = []
     for task, method in itertools.product(args.tasks, args.methods):
         rates = rates_of(task, args)
-        lr = best(done, task, method, () if args.timed else rates)
-        if lr is not None:
-            out += [(task, method, lr, seed) for seed in range(args.timed or args.seeds)]
-        elif not args.timed:
-            out += [(task, method, lr, 0) for lr in rates]
+        lr = best(done, task, method)
+        if args.timed:
+            out += [(task, method, lr, seed) for seed in range(args.timed) if lr is not None]
+        else:
+            near = contenders(done, task, method, rates)
+            out += [(task, method, lr, seed) for lr in near or rates for seed in range(args.seeds if near else 1)]
     known = {key(c) for c in done if not args.timed or c["beside"] == 0}
     return sorted((one for one in out if one not in known), key=lambda one: one[3])  # every method gets on as far as the others
 

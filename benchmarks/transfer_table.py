@@ -9,6 +9,7 @@ from typing import Any
 from transfer_methods import CAPTURED, FULL, TUNED
 
 Cells = list[dict[str, Any]]
+NEAR = 0.05  # of validation accuracy, about two standard errors of a small split: rates that near may be as good
 LOSS = 0.003  # of accuracy, against full training: what reaches that is as good
 COLUMNS = ("method", "lr", "test accuracy", "steps", "run alone", "of full", "of tuned", "of captured")
 TO = f"to full's − {100 * LOSS:g}"
@@ -17,13 +18,25 @@ BYTES = {"peak MB": "peak_bytes", "later MB": "later_peak_bytes"}
 
 
 def best(cells: Cells, task: str, method: str, rates: Sequence[float] = ()) -> float | None:
-    """Of all rates that were tried, the one with the best validation accuracy on seed 0.
+    """Of the contenders, the one with the best mean validation accuracy over seeds; of those with the most seeds, while others
+    are on their way."""
+    found = {
+        lr: {c["seed"]: c.get("validation", -1.0) for c in cells if (c["task"], c["method"], c["lr"]) == (task, method, lr)}
+        for lr in contenders(cells, task, method, rates)
+    }
+    most = max(map(len, found.values()), default=0)
+    means = {lr: statistics.mean(by_seed.values()) for lr, by_seed in found.items() if len(by_seed) == most}
+    return max(means, key=lambda lr: means[lr], default=None)
 
-    None while not all of `rates` were, or where not one run went through.
+
+def contenders(cells: Cells, task: str, method: str, rates: Sequence[float] = ()) -> list[float]:
+    """The rates that may be a method's best: those that come near to the best on seed 0, where all were tried.
+
+    Empty while not all of `rates` were, or where not one run went through.
     """
     tried = {c["lr"]: c.get("validation", -1.0) for c in cells if (c["task"], c["method"], c["seed"]) == (task, method, 0)}
-    lr = max(tried, key=lambda lr: tried[lr], default=None)
-    return lr if lr is not None and set(rates) <= set(tried) and tried[lr] >= 0 else None
+    top = max(tried.values(), default=-1.0)
+    return [lr for lr in tried if tried[lr] >= top - NEAR] if set(rates) <= set(tried) and top >= 0 else []
 
 
 def table(cells: Cells, device: str) -> str:
