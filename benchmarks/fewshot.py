@@ -7,8 +7,8 @@ A task has 5–50 classes and a few images of each, drawn as Meta-Dataset does (
 source. Every method begins with the same weights: those of ImageNet, or those after practising tasks of the source (40 kinds of
 birds, `fewshot.meta_train`): "meta 100 0.001" after a hundred tasks at that learning rate. Each takes the same number of steps
 of SGD, on the same changed copies of the support images, against prototypes of the support set; then query images are
-classified by the nearest prototype. Each method has one learning rate for all domains, as a device does that knows nothing of
-the tasks to come: the best of four on other tasks of all domains and of the source. Methods:
+classified by the nearest prototype. Each method has one learning rate for all domains, as a device has: the best of four on
+other tasks of the same domains (images may be the same) and of the source. Methods:
 
     none            nothing trains
     full            every convolution
@@ -37,8 +37,8 @@ import itertools
 import math
 import statistics
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cache
@@ -81,30 +81,46 @@ def task_of(domain: str, number: int, setting: dict[str, Any]) -> fewshot.Episod
 Job = tuple[str, str, str, int]  # backbone, start, domain, task
 
 
-def several(job: Job, methods: dict[str, tuple[float, ...]], setting: dict[str, Any], until: float) -> list[dict[str, Any]]:
-    """One task, some methods with some learning rates each; what was not begun `until` a moment is left out.
+def several(
+    job: Job, methods: dict[str, tuple[float, ...]], setting: dict[str, Any], until: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """One task, some methods with some learning rates each: what came of it, and what went wrong.
 
     One process takes all methods of a task: for a support set of another size, CUDA's libraries look for kernels anew, which
-    takes longer than training.
+    takes longer than training. What was not begun `until` a moment is left out.
     """
     out: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for method, rates in methods.items():
-        if time.time() < until:
-            out += cells(*job, method, rates, setting)
-    return out
+        try:
+            out += cells(*job, method, rates, setting, until)
+        except Exception:
+            wrong.append(f"{job}, {method}: {traceback.format_exc()}")
+    return out, wrong
 
 
 def cells(
-    backbone: str, begin: str, domain: str, number: int, method: str, rates: tuple[float, ...], setting: dict[str, Any]
+    backbone: str,
+    begin: str,
+    domain: str,
+    number: int,
+    method: str,
+    rates: tuple[float, ...],
+    setting: dict[str, Any],
+    until: float = math.inf,
 ) -> list[dict[str, Any]]:
     """One task, one method, some learning rates: the accuracy of each on the queries, and what was chosen, the same for all."""
+    if time.time() > until:
+        return []
     device = setting["device"]
-    net, scale = begun(backbone, None if begin == IMAGENET else meta_file(backbone, begin, setting), device)
+    net, scale = started(backbone, None if begin == IMAGENET else meta_file(backbone, begin, setting), device)
     task = task_of(domain, number, setting)
     support, query, since = on(task.support, device), on(task.query, device), time.perf_counter()
     net, policy = shared.ready(method, net, support)
     choosing, out = time.perf_counter() - since, []
     for lr in rates:
+        if time.time() > until:
+            break
         since = time.perf_counter()
         adapted = fewshot.adapt(
             net,
@@ -143,7 +159,7 @@ def cells(
 
 
 @cache
-def begun(backbone: str, meta: Path | None, device: str) -> tuple[nn.Module, float]:
+def started(backbone: str, meta: Path | None, device: str) -> tuple[nn.Module, float]:
     """The network that tasks begin with, once for a process: each trains a copy of it."""
     net, scale = shared.start(backbone, meta)
     return net.to(device), scale
@@ -187,7 +203,7 @@ def key(c: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> dict[Job, dict[str, tuple[float, ...]]]:
-    """What can run now, as `several` takes it: what tells a method's rates, and all tasks of methods whose rates are known."""
+    """What can run now, as `several` takes it: what tells a method's rate, and all tasks of methods whose rate is known."""
     out = []
     tasks = {backbone: range(args.tasks or TASKS.get(backbone, 30)) for backbone in args.backbones}
     for backbone, begin, method in itertools.product(args.backbones, args.starts, args.methods):
@@ -232,9 +248,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     task, with an interval of its own.
     """
     lines: list[str] = []
-    tuning, cells = ([c for c in cells if (c["task"] < 0) == is_tuning] for is_tuning in (True, False))
-    taken = _taken(tuning)
-    cells = [c for c in cells if c["lr"] == taken(c)]  # others were run before there was more to tell a rate by
+    tuning, cells = [c for c in cells if c["task"] < 0], at_best(cells)
     for backbone, begin in dict.fromkeys((c["backbone"], c["start"]) for c in cells):
         mine = [c for c in cells if (c["backbone"], c["start"]) == (backbone, begin)]
         domains = [name for name in shared.DOMAINS if any(c["domain"] == name for c in mine)]
@@ -275,13 +289,22 @@ def over_full(cells: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     return [(name, *_mean_and_half(pairs)) for name, pairs in found.items() if min(map(len, pairs)) > 1]
 
 
-def _taken(tuning: list[dict[str, Any]]) -> Callable[[dict[str, Any]], float]:
-    """The rate that a cell should have."""
-    by_method: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for c in tuning:
-        by_method.setdefault((c["backbone"], c["start"], c["method"]), []).append(c)
-    rates = {method: best(some) for method, some in by_method.items()}
-    return lambda c: rates.get((c["backbone"], c["start"], c["method"]), c["lr"])
+def at_best(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tasks that every method of a start has had, each at the rate of its method.
+
+    Others are of a run that is not over, or were run at other rates, before there was more to tell one by.
+    """
+    tuning: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for c in cells:
+        if c["task"] < 0:
+            tuning.setdefault((c["backbone"], c["start"], c["method"]), []).append(c)
+    rates = {method: best(some) for method, some in tuning.items()}
+    mine = [c for c in cells if c["task"] >= 0 and c["lr"] == rates.get((c["backbone"], c["start"], c["method"]), c["lr"])]
+    methods: dict[tuple[str, str], dict[str, set[tuple[str, int]]]] = {}
+    for c in mine:
+        methods.setdefault((c["backbone"], c["start"]), {}).setdefault(c["method"], set()).add((c["domain"], c["task"]))
+    common = {begin: set.intersection(*had.values()) for begin, had in methods.items()}
+    return [c for c in mine if (c["domain"], c["task"]) in common[c["backbone"], c["start"]]]
 
 
 def _rates(tuning: list[dict[str, Any]], backbone: str, begin: str) -> list[str]:
@@ -290,12 +313,15 @@ def _rates(tuning: list[dict[str, Any]], backbone: str, begin: str) -> list[str]
     rates = sorted({c["lr"] for c in mine})
     if not rates:
         return []
-    lines = [f"| tasks for tuning | {' | '.join(f'{lr:g}' for lr in rates)} | taken |", "|" + "---|" * (len(rates) + 2)]
+    lines = [
+        f"| on tasks for tuning | {' | '.join(f'{lr:g}' for lr in rates)} | tasks | taken |",
+        "|" + "---|" * (len(rates) + 3),
+    ]
     for method in [name for name in shared.METHODS if any(c["method"] == name for c in mine)]:
         tried = [c for c in mine if c["method"] == method]
         row = [[100 * c["accuracy"] for c in tried if c["lr"] == lr] for lr in rates]
         means = " | ".join(f"{statistics.mean(some):.1f}" if some else "" for some in row)
-        lines.append(f"| {method} | {means} | {best(tried):g} |")
+        lines.append(f"| {method} | {means} | {min(map(len, row))} | {best(tried):g} |")
     return lines
 
 
@@ -352,16 +378,18 @@ def main() -> None:
     setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
     here = {**setting, "work": str(args.work or out.parent / "weights")}
     done, saved = record.load(out, setting), time.monotonic()
+    until, wrong = time.time() + args.seconds, list[str]()
     for backbone, begin in itertools.product(args.backbones, args.starts):
         if begin != IMAGENET:
             meta_file(backbone, begin, here)
-    until = time.time() + args.seconds
     with ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare, (shared.FOLDER[0],)) as pool:
-        while (todo := wanted(args, done)) and time.time() < until:
+        while (todo := wanted(args, done)) and time.time() < until and not wrong:
             number = sum(len(rates) for methods in todo.values() for rates in methods.values())
             print(f"{len(done)} cells are done, {number} can run now", flush=True)
             for future in as_completed([pool.submit(several, job, methods, here, until) for job, methods in todo.items()]):
-                for c in future.result():
+                found, failed = future.result()
+                wrong += failed
+                for c in found:
                     done.append(c)
                     print(f"{' '.join(map(str, key(c)))}: {c['accuracy']:.3f}", flush=True)
                 if time.monotonic() - saved > SAVE_SECONDS:
@@ -369,6 +397,8 @@ def main() -> None:
                     saved = time.monotonic()
     record.save(out, setting, done, table(done))
     print(table(done))
+    if wrong:
+        raise SystemExit("\n".join([*wrong, f"{len(wrong)} times a method ended with an error: see above."]))
 
 
 def prepare(folder: Path) -> None:

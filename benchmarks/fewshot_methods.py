@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,6 +80,7 @@ class LowRank(nn.Module):
 
 def with_low_rank(net: nn.Module, rank: int = 4) -> nn.Module:
     net = copy.deepcopy(net)
+    torch.manual_seed(rank)  # the same beginning for every task
     for module in list(net.modules()):
         if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
             parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
@@ -138,7 +139,7 @@ def prototypes(net: nn.Module) -> tuple[fewshot.Prototypes, torch.optim.Optimize
     return model, torch.optim.SGD(model.backbone.parameters(), lr=0.02, momentum=0.9)
 
 
-@cache
+@lru_cache(maxsize=4)
 def prices(cost: Any, net: nn.Module, classes: int, shape: tuple[int, ...]) -> tuple[Profile, Graph]:
     """What training a network costs where so many classes are told apart: the same for every task of that many."""
     model, optimizer = prototypes(net)

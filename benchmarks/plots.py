@@ -71,7 +71,7 @@ def over_time(name: str, out: Path) -> None:
 
 def against_full(out: Path) -> None:
     """Points of accuracy over full training, task by task, with 95 % intervals of the mean over domains."""
-    cells = [c for c in record.cells(RESULTS / "fewshot_h200.json") if c["task"] >= 0]
+    cells = fewshot.at_best(record.cells(RESULTS / "fewshot_h200.json"))
     starts = list(dict.fromkeys((c["backbone"], c["start"]) for c in cells))
     pyplot, fig, all_axes = figure(len(starts))
     for axes, (net, begin) in zip(all_axes, starts, strict=True):

@@ -282,8 +282,8 @@ def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[A
     out = []
     for task, method in itertools.product(args.tasks, args.methods):
         rates = rates_of(task, args)
-        lr = best(done, task, method)
         if args.timed:
+            lr = best(done, task, method)
             out += [(task, method, lr, seed) for seed in range(args.timed) if lr is not None]
         else:
             near = contenders(done, task, method, rates)

@@ -10,6 +10,7 @@ from transfer_methods import CAPTURED, FULL, TUNED
 
 Cells = list[dict[str, Any]]
 NEAR = 0.05  # of validation accuracy, about two standard errors of a small split: rates that near may be as good
+FAILED = -1.0  # as an accuracy
 LOSS = 0.003  # of accuracy, against full training: what reaches that is as good
 COLUMNS = ("method", "lr", "test accuracy", "steps", "run alone", "of full", "of tuned", "of captured")
 TO = f"to full's − {100 * LOSS:g}"
@@ -17,26 +18,30 @@ COLUMNS += (TO, "peak MB", "later MB", "joules", "ran on")
 BYTES = {"peak MB": "peak_bytes", "later MB": "later_peak_bytes"}
 
 
-def best(cells: Cells, task: str, method: str, rates: Sequence[float] = ()) -> float | None:
-    """Of the contenders, the one with the best mean validation accuracy over seeds; of those with the most seeds, while others
-    are on their way."""
-    found = {
-        lr: {c["seed"]: c.get("validation", -1.0) for c in cells if (c["task"], c["method"], c["lr"]) == (task, method, lr)}
-        for lr in contenders(cells, task, method, rates)
-    }
-    most = max(map(len, found.values()), default=0)
-    means = {lr: statistics.mean(by_seed.values()) for lr, by_seed in found.items() if len(by_seed) == most}
+def best(cells: Cells, task: str, method: str) -> float | None:
+    """Of the contenders, the rate with the best mean validation accuracy over the seeds that all of them have had."""
+    found = {lr: _judged_by_seed(cells, task, method, lr) for lr in contenders(cells, task, method)}
+    seeds = set.intersection(*map(set, found.values())) if found else set()
+    means = {lr: statistics.mean(by_seed[seed] for seed in seeds) for lr, by_seed in found.items()}
     return max(means, key=lambda lr: means[lr], default=None)
 
 
 def contenders(cells: Cells, task: str, method: str, rates: Sequence[float] = ()) -> list[float]:
-    """The rates that may be a method's best: those that come near to the best on seed 0, where all were tried.
+    """The rates that may be a method's best: those that come near to the best on seed 0.
 
-    Empty while not all of `rates` were, or where not one run went through.
+    Empty while not all of `rates` were tried, or where not one run went through.
     """
-    tried = {c["lr"]: c.get("validation", -1.0) for c in cells if (c["task"], c["method"], c["seed"]) == (task, method, 0)}
-    top = max(tried.values(), default=-1.0)
-    return [lr for lr in tried if tried[lr] >= top - NEAR] if set(rates) <= set(tried) and top >= 0 else []
+    tried = dict.fromkeys(c["lr"] for c in cells if (c["task"], c["method"], c["seed"]) == (task, method, 0))
+    first = {lr: _judged_by_seed(cells, task, method, lr)[0] for lr in tried}
+    top = max(first.values(), default=FAILED)
+    return [lr for lr in first if first[lr] >= top - NEAR] if set(rates) <= set(first) and top > FAILED else []
+
+
+def _judged_by_seed(cells: Cells, task: str, method: str, lr: float) -> dict[int, float]:
+    """Validation accuracies; of a seed that ran again, the first run that went through."""
+    mine = [c for c in cells if (c["task"], c["method"], c["lr"]) == (task, method, lr)]
+    out = {c["seed"]: c["validation"] for c in reversed(mine) if "failed" not in c}
+    return {c["seed"]: FAILED for c in mine} | out
 
 
 def table(cells: Cells, device: str) -> str:

@@ -82,7 +82,7 @@ def tinytrain(
 
     `macs` is a share of a full backward pass. Layers come by the paper's score, which knows how large a layer is but not what
     its step keeps nor the way to it; with `exact` the channels are the best under the true prices, whatever their layer. Those
-    of depthwise layers are then none of them: their potential is that of the layer before once more, and would count twice.
+    of depthwise layers are not among them: their potential is nearly that of the layer before once more, and counts twice.
     `axis` says which channels are sliced. `head` always trains the module nearest the loss: for a model that ends in a
     classifier of its own, which has everything to learn; where prototypes classify there is none.
     """

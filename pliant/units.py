@@ -90,8 +90,8 @@ def channels(
 
     Slices of outputs take their piece of the bias along; with inputs, biases stand in no unit. Of a weight with
     several groups, a slice of inputs is the same channels in each group; where a group has one input (a depthwise convolution),
-    slices are along the outputs, which is the same there; without `depthwise`, layers whose filters see a single channel are
-    left out. Everything else (norms, embeddings, layers that the loss does not reach) stands in no unit.
+    slices are along the outputs, which is the same there; without `depthwise`, such convolutions are left out. Everything else
+    (norms, embeddings, layers that the loss does not reach) stands in no unit.
     """
     if axis not in ("out", "in"):
         raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
@@ -110,7 +110,7 @@ def channels(
             if param not in mine or kind != "weight":
                 continue
             shape, bias = graph.shapes[param], f"{layer}.bias"
-            if shape[1] == 1 and not depthwise:
+            if not depthwise and _is_depthwise(graph, param):
                 continue
             dim = 1 if axis == "in" and shape[1] > 1 else 0
             for start in range(0, shape[dim], group):
@@ -118,10 +118,17 @@ def channels(
                 parts = [Part(name, dim, index) for name in (param, bias) if name == param or (name in mine and dim == 0)]
                 found.append(Unit(f"{layer}[{('out', 'in')[dim]} {start}:{index[-1] + 1}]", tuple(parts)))
         if not found:
-            raise ValueError("nothing is left to choose from: no convolution or linear layer is among the parameters.")
+            kind = "" if depthwise else " but depthwise ones"
+            raise ValueError(f"nothing is left to choose from: no convolution or linear layer{kind} is among the parameters.")
         return tuple(found)
 
     return of
+
+
+def _is_depthwise(graph: Graph, weight: str) -> bool:
+    """Whether each filter of a convolution sees one channel of a layer before it."""
+    shape, is_fed = graph.shapes[weight], any(weight in node.params and node.data for node in graph.nodes)
+    return graph.modules[owner(weight)].startswith("Conv") and shape[0] > shape[1] == 1 and is_fed
 
 
 def _params(graph: Graph, include: Globs, exclude: Globs) -> list[str]:

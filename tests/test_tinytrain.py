@@ -238,7 +238,7 @@ def test_the_recipe_works_in_any_session(axis: Any, exact: bool) -> None:
     assert changed <= selection.params and "classifier.weight" in changed
 
 
-def test_exact_is_never_worth_less() -> None:
+def test_exact_is_never_worth_less_among_the_same_channels() -> None:
     model, loss, batch = task()
     several = channels_of(model, loss, batch)
     values = score.probe(score.fisher(), model, sgd(model), loss, batch, several)

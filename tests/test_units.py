@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -314,10 +315,18 @@ def test_channels_can_be_left_out() -> None:
         "grouped[out 0:4]",
     ]
     assert all(len(unit.parts) == 1 for unit in units.channels(exclude="*.bias")(graph))
-    dense = {unit.name.split("[")[0] for axis in ("out", "in") for unit in units.channels(axis, depthwise=False)(graph)}  # type: ignore[arg-type]
-    assert dense == {"head", "grouped"}
     with pytest.raises(ValueError, match="no convolution or linear layer is among the parameters"):
         units.channels(include=["norm.*", "scale"])(graph)
+
+
+@pytest.mark.parametrize("axis", ["out", "in"])
+def test_depthwise_convolutions_can_be_left_out(axis: Any) -> None:
+    """Not so a first layer that sees one channel, nor a linear one."""
+    graph = graph_for(nn.Sequential(Mobile(), nn.Linear(5, 1), nn.Linear(1, 3)), 2, 1, 6, 6)
+    found = units.channels(axis, depthwise=False)(graph)
+    assert {unit.name.split("[")[0] for unit in found} == {"0.stem", "0.grouped", "0.head", "1", "2"}
+    with pytest.raises(ValueError, match="but depthwise ones"):
+        units.channels(axis, include=["0.deep.*"], depthwise=False)(graph)
 
 
 class Shared(nn.Module):

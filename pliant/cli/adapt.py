@@ -50,7 +50,7 @@ def adapt(
     size: Annotated[int, typer.Option(min=32, help="Pixels per side that images are resized to.")] = 128,
     flip: Annotated[bool, typer.Option("--flip", help="Mirrored images are of the same class (animals; not letters).")] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="The best choice under true prices, not the paper's greedy one.")
+        bool, typer.Option("--exact", help="The best choice under true prices, among dense layers, not the paper's greedy one.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the changed copies of images.")] = 0,

@@ -156,7 +156,7 @@ class Engine:
             out["cache"] = "filling it takes more than it can save" if self.gave_up_cache else "the prefix engine is off"
         elif self.features is not None and not self.way.cache and not self.race.is_on:
             out.setdefault("cache", "steps without it are faster here")
-        if self._no_ids:
+        if self._no_ids and self.features is not None and not self.features.hits:  # nor did anybody else find something
             out["cache"] = "the batch says not which samples it holds: give ids, or wrap the dataset in data.with_ids"
         if any(way.graphs for way in self.race.ways):
             why = "there is no CUDA device" if self._graphs is None else self._graphs.why_not

@@ -75,9 +75,12 @@ def adapt(
     inference and 0.15 of a full backward pass's MACs, or what the policy says). With `steps=0` nothing trains.
 
     The backbone has `embed`, or gives features. It is copied unless `in_place`, and runs in evaluation mode, in which the copy
-    stays: norms keep their statistics. `norm` is what its input is normalised with, if it has no attribute of that name. With a
-    `cache` of so many bytes, what lies before the first chosen layer is computed once for each image of the support set, and
-    with `views`, just so many changed copies that are taken in turn, once for each of those, too.
+    stays: norms keep their statistics. `norm` is what its input is normalised with, if it has no attribute of that name.
+
+    With a `cache` of so many bytes (or `Features` of your own), what lies before the first chosen layer is computed once for
+    each image of the support set; with `views`, just so many changed copies that are taken in turn, once for each of those,
+    too. Without `views` that is for a budget of memory or MACs and for `engine="prefix"`: where engines are raced, steps alone
+    count, and they find nothing there.
 
     A class of a single image is its own prototype: what it learns is to keep its changed copy near and those of other classes
     away. That works, but says nothing of how images of that class differ.
