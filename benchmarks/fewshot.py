@@ -244,8 +244,8 @@ def best(tuning: list[dict[str, Any]]) -> float:
 def table(cells: list[dict[str, Any]]) -> str:
     """Markdown: mean accuracy and its 95 % interval by domain, and over all domains; beside it the paper's.
 
-    Tasks differ more than methods do, and every method has the same ones: `against full` is the mean of the differences task by
-    task, with an interval of its own.
+    Tasks differ more than methods do, and every method has the same ones: `against` another one is the mean of the differences
+    task by task, with an interval of its own.
     """
     lines: list[str] = []
     tuning, cells = [c for c in cells if c["task"] < 0], at_best(cells)
@@ -257,27 +257,28 @@ def table(cells: list[dict[str, Any]]) -> str:
         lines += [
             f"### {backbone}, from {begin}, {number} tasks per domain",
             "",
-            f"| method | {' | '.join(domains)} | all domains | against full | the paper, other domains |",
-            "|" + "---|" * (len(domains) + 4),
+            f"| method | {' | '.join(domains)} | all domains | against full | against exact | the paper, other domains |",
+            "|" + "---|" * (len(domains) + 5),
         ]
         for method in [name for name in shared.METHODS if any(c["method"] == name for c in mine)]:
             runs = [c for c in mine if c["method"] == method]
             by_domain = [[100 * c["accuracy"] for c in runs if c["domain"] == d] for d in domains]
             row = [_interval(some) for some in by_domain]
-            pairs = _over_full(mine, method, domains)
-            against = "" if method == "full" or not all(pairs) else _over_domains(pairs, "+")
-            paper = PUBLISHED[backbone].get(method, "")
-            lines.append(f"| {method} | {' | '.join(row)} | {_over_domains(by_domain)} | {against} | {paper} |")
+            row.append(_over_domains(by_domain))
+            for other in ("full", "tinytrain, exact"):
+                pairs = _over(other, mine, method, domains)
+                row.append("" if method == other or not all(pairs) else _over_domains(pairs, "+"))
+            lines.append(f"| {method} | {' | '.join(row)} | {PUBLISHED[backbone].get(method, '')} |")
         lines += ["", *_rates(tuning, backbone, begin), ""]
     return "\n".join(lines)
 
 
-def _over_full(cells: list[dict[str, Any]], method: str, domains: list[str]) -> list[list[float]]:
-    """For each domain the points of accuracy over full training, task by task."""
-    full = {(c["domain"], c["task"]): c["accuracy"] for c in cells if c["method"] == "full"}
+def _over(other: str, cells: list[dict[str, Any]], method: str, domains: list[str]) -> list[list[float]]:
+    """For each domain the points of accuracy over another method, task by task."""
+    there = {(c["domain"], c["task"]): c["accuracy"] for c in cells if c["method"] == other}
     runs = [c for c in cells if c["method"] == method]
     return [
-        [100 * (c["accuracy"] - full[d, c["task"]]) for c in runs if c["domain"] == d and (d, c["task"]) in full]
+        [100 * (c["accuracy"] - there[d, c["task"]]) for c in runs if c["domain"] == d and (d, c["task"]) in there]
         for d in domains
     ]
 
@@ -285,7 +286,7 @@ def _over_full(cells: list[dict[str, Any]], method: str, domains: list[str]) -> 
 def over_full(cells: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """Methods, their mean over domains of what they are ahead of full training, and half of its 95 % interval."""
     domains = list(dict.fromkeys(c["domain"] for c in cells))
-    found = {name: _over_full(cells, name, domains) for name in dict.fromkeys(c["method"] for c in cells) if name != "full"}
+    found = {name: _over("full", cells, name, domains) for name in dict.fromkeys(c["method"] for c in cells) if name != "full"}
     return [(name, *_mean_and_half(pairs)) for name, pairs in found.items() if min(map(len, pairs)) > 1]
 
 
