@@ -264,6 +264,19 @@ def as_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...
     return tuple(t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def is_cast(tensor: torch.Tensor) -> bool:
+    """Whether autocast would give a tensor another type."""
+    if not _is_any_autocast_enabled():
+        return False
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return False
+    return tensor.is_floating_point() and tensor.dtype not in (torch.float64, torch.get_autocast_dtype(device))
+
+
+_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # the others need not be asked
+
+
 @lru_cache(maxsize=1024)
 def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor without memory of its own, for kernels that do not read the values."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from pliant.engine import kept
-from pliant.engine.channels import as_autocast
+from pliant.engine.channels import is_cast
 from pliant.engine.kept import Pack, Packed
 from pliant.engine.rest import batch_norm, trains
 
@@ -95,7 +95,7 @@ def keeps(func: Any, args: Any, tensor: torch.Tensor) -> bool:
     """Whether a layer is about to keep this tensor, its input, as it is: for the gradient of its weight."""
     if func not in _LAYERS or len(args) < 2 or args[0] is not tensor or not args[1].requires_grad:
         return False
-    return as_autocast(tensor)[0] is tensor and (func is not F.linear or tensor.is_contiguous())
+    return not is_cast(tensor) and (func is not F.linear or tensor.is_contiguous())
 
 
 def _relu(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ def _relu6(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _hardtanh(lean: Lean, func: Any, args: Any, kwargs: Any) -> Any:
-    input, low, high, inplace = _given(*args, **kwargs)
+    input, low, high, inplace = args if len(args) == 4 and not kwargs else _given(*args, **kwargs)
     if not -math.inf < low < high < math.inf:
         return func(*args, **kwargs)
     return _clip(lean, func, args, kwargs, input, low, high, inplace or func is F.hardtanh_)
@@ -141,9 +141,8 @@ def _clip(lean: Lean, func: Any, args: Any, kwargs: Any, input: Any, low: float,
     """
     if not input.requires_grad:
         return func(*args, **kwargs)
-    yes, no = (1.0, 0.0) if low == 0 and high > 1 else ((low + high) / 2, low)
-    pack = kept.mask(low, high, True, yes, no)
-    if lean.around is not None or not kept.becomes_bits(input) or not kept.holds(input.dtype, low, high, yes, no):
+    pack, is_held = _bounds(input.dtype, low, high)
+    if not is_held or lean.around is not None or not kept.becomes_bits(input):
         return lean.run(pack, func, args, kwargs)
     if low == 0 and in_place and not (input.is_leaf or input._is_view()):
         out, there = lean.run_clipping(torch.relu_, (input,), {})
@@ -152,8 +151,15 @@ def _clip(lean: Lean, func: Any, args: Any, kwargs: Any, input: Any, low: float,
         out, there = lean.run_clipping(func, args, kwargs)
         there += kept.unchanged, out.detach(), out._version
     is_kept = lean.next_is_kept(is_exact=False)
-    lean.has_clipped(there, out, pack, is_kept and as_autocast(out)[0] is out)  # or the layer keeps a copy, and this may change
+    lean.has_clipped(there, out, pack, is_kept and not is_cast(out))  # or the layer keeps a copy, and this may change
     return out
+
+
+@cache
+def _bounds(dtype: torch.dtype, low: float, high: float) -> tuple[Pack, bool]:
+    """How to keep what is clipped to these bounds, and whether this type holds them."""
+    yes, no = (1.0, 0.0) if low == 0 and high > 1 else ((low + high) / 2, low)
+    return kept.mask(low, high, True, yes, no), kept.holds(dtype, low, high, yes, no)
 
 
 # ---------------------------------------------------------------- the table
