@@ -141,7 +141,7 @@ def plan(
         picked,
         cost,
         limit,
-        problem.value(chosen),
+        problem.value(chosen & (always | (worth > 0))),
         progress.round,
         progress.step,
         full,

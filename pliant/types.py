@@ -139,7 +139,8 @@ def write_aside(path: str | os.PathLike[str], content: bytes) -> None:
 class Selection:
     """What was chosen, and enough to explain it: its cost, the limits it kept, each unit's value, when it was made.
 
-    `limit` is what was planned for; it differs from `asked`, what the budget says, where measured steps corrected it.
+    `limit` is what was planned for; it differs from `asked`, what the budget says, where measured steps corrected it. `value`
+    is the sum over what was chosen for its value, or is always: what only fills up the budget is not in it.
     """
 
     units: tuple[Unit, ...]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, problems
 
-from pliant.solve import Problem, Solver, cycle, fixed, freeze, greedy, knapsack, milp, sample, with_ends
+from pliant.solve import Problem, Solver, cycle, filled, fixed, freeze, greedy, knapsack, milp, sample, with_ends
 
 TIE = 1e-6  # HiGHS calls two values equal below this share of the largest one
 
@@ -176,6 +176,7 @@ SOLVERS = {
     "sample": sample(),
     "sample three": sample(3),
     "cycle": cycle(2),
+    "filled": filled(milp()),
 }
 
 
@@ -421,6 +422,26 @@ def test_greedy_can_stop_at_the_first_that_does_not_fit() -> None:
 def test_greedy_refuses_an_unknown_order() -> None:
     with pytest.raises(ValueError, match=r"greedy\(by='size'\): choose 'value', 'ratio', 'score' or 'order'"):
         greedy("size")
+
+
+def test_what_is_left_goes_to_units_without_a_known_value_from_the_loss_outwards() -> None:
+    """A value of exactly 0 is known: there is no gradient."""
+    some = problem([-1, 9, -4, 0, -2, -3], np.eye(6), [[1, 4, 3, 1, 1, 1]], [7])
+    assert names(some, milp()(some)) == "b"
+    assert names(some, filled(milp())(some)) == "abef", "c does not fit any more, and d has no gradient"
+    wide = at(some, 100)
+    assert names(wide, filled(milp())(wide)) == "abcef"
+    nothing = problem([-1, -9], np.eye(2), [[1, 1]], [5])
+    assert names(nothing, filled(milp())(nothing)) == "", "what to choose where nothing is known is for the caller to say"
+
+
+def test_filling_changes_nothing_where_the_solver_leaves_no_room() -> None:
+    for seed in range(8):
+        graph = random_graph(seed, units=15)
+        tight = at(graph, 0.4 * graph.price.sum())
+        chosen, full = milp()(tight), filled(milp())(tight)
+        assert full[chosen].all() and keeps(tight, full)
+        assert not (full & ~chosen)[tight.values > 0].any(), "milp leaves nothing of value that would fit"
 
 
 def test_fixed_takes_what_matches_and_what_is_always_chosen() -> None:

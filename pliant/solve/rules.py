@@ -59,6 +59,24 @@ def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None
     return chosen
 
 
+def filled(solver: Solver) -> Solver:
+    """Another solver; and what it leaves of the budget goes to units that it saw no value in, from the loss outwards.
+
+    A gain that is corrected for noise is as often below zero as above it where there is nothing but noise: then it does not say
+    that a unit is better left alone, but nothing at all. A value of exactly 0 does: no gradient arrives there, or none that is
+    a number.
+    """
+
+    def solve(problem: Problem) -> Mask:
+        chosen = solver(problem)
+        if not chosen.any():
+            return chosen  # what to do then is for the caller to say
+        left = np.flatnonzero((problem.values != 0) & ~chosen)
+        return fill(replace(problem, always=chosen), left.tolist(), stop=False)
+
+    return solve
+
+
 def within_layers(solver: Solver, share: float = 0.25) -> Solver:
     """Layers by another solver, each as its best `share` of channels; then more channels while they fit, of those layers first.
 
