@@ -257,24 +257,28 @@ class Linear(torch.autograd.Function):
 
 def as_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors in the type that autocast would give them."""
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    dtype = _autocast_type(next(tensor.device.type for tensor in tensors if tensor is not None))
+    return tensors if dtype is None else tuple(t if t is None or not _can_be_cast(t) else t.to(dtype) for t in tensors)
 
 
 def is_cast(tensor: torch.Tensor) -> bool:
     """Whether autocast would give a tensor another type."""
-    if not _is_any_autocast_enabled():
-        return False
-    device = tensor.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return False
-    return tensor.is_floating_point() and tensor.dtype not in (torch.float64, torch.get_autocast_dtype(device))
+    dtype = _autocast_type(tensor.device.type)
+    return dtype is not None and _can_be_cast(tensor) and tensor.dtype != dtype
 
 
-_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # the others need not be asked
+def _can_be_cast(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+def _autocast_type(device: str) -> torch.dtype | None:
+    """What autocast casts to on such a device, if it is on."""
+    if not _is_any_autocast_enabled() or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # whatever the device: told at once
 
 
 @lru_cache(maxsize=1024)
