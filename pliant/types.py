@@ -95,6 +95,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 # ---------------------------------------------------------------- what it costs
 
 
+_LAST_BITS = 1e-12  # relative; what a share that is no binary fraction may add to a product
+
+
 @dataclass(frozen=True)
 class Cost:
     """Seconds, bytes, multiply-accumulates and joules; `joules` is None where nothing measures them."""
@@ -109,9 +112,14 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.macs + other.macs, joules)
 
     def times(self, share: float) -> Cost:
-        """A share of it; bytes and MACs are rounded up."""
+        """A share of it; bytes and MACs are rounded up, but not for what the last bits of a float add.
+
+        >>> Cost(macs=12 * 72).times(7 / 12).macs, Cost(macs=7).times(0.5).macs
+        (504, 4)
+        """
         joules = None if self.joules is None else self.joules * share
-        return Cost(self.seconds * share, math.ceil(self.bytes * share), math.ceil(self.macs * share), joules)
+        exact = share * (1 - _LAST_BITS)
+        return Cost(self.seconds * share, math.ceil(self.bytes * exact), math.ceil(self.macs * exact), joules)
 
 
 # ---------------------------------------------------------------- files

@@ -130,6 +130,14 @@ SOLVERS: dict[str, Solver] = {
 }
 
 
+@pytest.mark.parametrize("solver", [milp(), greedy()])
+def test_slices_that_fill_a_limit_to_the_last_mac(solver: Solver) -> None:
+    profile = Profile((Charge("dW w", Cost(1.0, 0, 12 * 72), ("w",)),), Cost(), shapes={"w": (12, 2)})
+    rows = {Unit(f"w[{i}]", (Part("w", 0, (i,)),)): 1.0 for i in range(12)}
+    picked = plan(policy(solver, budget=Budget(macs="504MAC")), profile, rows)  # 7 / 12 · 12 · 72 is a little more as floats
+    assert len(picked.units) == 7 and picked.cost.macs == 504
+
+
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("count", [6, 20])
 def test_never_over_a_limit(count: int, name: str) -> None:
