@@ -39,6 +39,7 @@ import statistics
 import time
 import traceback
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cache
@@ -83,19 +84,19 @@ Job = tuple[str, str, str, int]  # backbone, start, domain, task
 
 def several(
     job: Job, methods: dict[str, tuple[float, ...]], setting: dict[str, Any], until: float
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """One task, some methods with some learning rates each: what came of it, and what went wrong.
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """One task, some methods with some learning rates each: what came of it, and with which methods it went wrong.
 
     One process takes all methods of a task: for a support set of another size, CUDA's libraries look for kernels anew, which
     takes longer than training. What was not begun `until` a moment is left out.
     """
     out: list[dict[str, Any]] = []
-    wrong: list[str] = []
+    wrong: dict[str, str] = {}
     for method, rates in methods.items():
         try:
             out += cells(*job, method, rates, setting, until)
         except Exception:
-            wrong.append(f"{job}, {method}: {traceback.format_exc()}")
+            wrong[method] = traceback.format_exc()
     return out, wrong
 
 
@@ -202,8 +203,13 @@ def key(c: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(c[name] for name in ("backbone", "start", "domain", "task", "method", "lr"))
 
 
-def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> dict[Job, dict[str, tuple[float, ...]]]:
-    """What can run now, as `several` takes it: what tells a method's rate, and all tasks of methods whose rate is known."""
+def wanted(
+    args: argparse.Namespace, done: list[dict[str, Any]], wrong: Collection[tuple[Job, str]] = ()
+) -> dict[Job, dict[str, tuple[float, ...]]]:
+    """What can run now, as `several` takes it: what tells a method's rate, and all tasks of methods whose rate is known.
+
+    What went `wrong` once is not tried again.
+    """
     out = []
     tasks = {backbone: range(args.tasks or TASKS.get(backbone, 30)) for backbone in args.backbones}
     for backbone, begin, method in itertools.product(args.backbones, args.starts, args.methods):
@@ -216,8 +222,9 @@ def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> dict[Job, di
     known = {key(c) for c in done}
     jobs: dict[Job, dict[str, tuple[float, ...]]] = {}
     for *job, method, lr in sorted((one for one in out if one not in known), key=lambda one: one[3]):  # all get on alike
-        methods = jobs.setdefault(tuple(job), {})
-        methods[method] = (*methods.get(method, ()), lr)
+        if (tuple(job), method) not in wrong:
+            methods = jobs.setdefault(tuple(job), {})
+            methods[method] = (*methods.get(method, ()), lr)
     return jobs
 
 
@@ -379,17 +386,18 @@ def main() -> None:
     setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
     here = {**setting, "work": str(args.work or out.parent / "weights")}
     done, saved = record.load(out, setting), time.monotonic()
-    until, wrong = time.time() + args.seconds, list[str]()
+    until, wrong = time.time() + args.seconds, dict[tuple[Job, str], str]()
     for backbone, begin in itertools.product(args.backbones, args.starts):
         if begin != IMAGENET:
             meta_file(backbone, begin, here)
     with ProcessPoolExecutor(args.jobs, get_context("spawn"), prepare, (shared.FOLDER[0],)) as pool:
-        while (todo := wanted(args, done)) and time.time() < until and not wrong:
+        while (todo := wanted(args, done, wrong)) and time.time() < until:
             number = sum(len(rates) for methods in todo.values() for rates in methods.values())
             print(f"{len(done)} cells are done, {number} can run now", flush=True)
-            for future in as_completed([pool.submit(several, job, methods, here, until) for job, methods in todo.items()]):
+            running = {pool.submit(several, job, methods, here, until): job for job, methods in todo.items()}
+            for future in as_completed(running):
                 found, failed = future.result()
-                wrong += failed
+                wrong |= {(running[future], method): why for method, why in failed.items()}
                 for c in found:
                     done.append(c)
                     print(f"{' '.join(map(str, key(c)))}: {c['accuracy']:.3f}", flush=True)
@@ -399,7 +407,8 @@ def main() -> None:
     record.save(out, setting, done, table(done))
     print(table(done))
     if wrong:
-        raise SystemExit("\n".join([*wrong, f"{len(wrong)} times a method ended with an error: see above."]))
+        told = [f"{job}, {method}: {why}" for (job, method), why in wrong.items()]
+        raise SystemExit("\n".join([*told, f"{len(wrong)} times a method ended with an error: see above."]))
 
 
 def prepare(folder: Path) -> None:
