@@ -254,8 +254,8 @@ def table(cells: list[dict[str, Any]]) -> str:
     Tasks differ more than methods do, and every method has the same ones: `against` another one is the mean of the differences
     task by task, with an interval of its own.
     """
-    lines: list[str] = []
     tuning, cells = [c for c in cells if c["task"] < 0], at_best(cells)
+    lines = _together(cells)
     for backbone, begin in dict.fromkeys((c["backbone"], c["start"]) for c in cells):
         mine = [c for c in cells if (c["backbone"], c["start"]) == (backbone, begin)]
         domains = [name for name in shared.DOMAINS if any(c["domain"] == name for c in mine)]
@@ -278,6 +278,24 @@ def table(cells: list[dict[str, Any]]) -> str:
             lines.append(f"| {method} | {' | '.join(row)} | {PUBLISHED[backbone].get(method, '')} |")
         lines += ["", *_rates(tuning, backbone, begin), ""]
     return "\n".join(lines)
+
+
+def _together(cells: list[dict[str, Any]]) -> list[str]:
+    """Markdown: what methods are ahead of full training, for each network and start, and the mean of those."""
+    begun = list(dict.fromkeys((c["backbone"], c["start"]) for c in cells))
+    ahead = {
+        one: {row[0]: row[1:] for row in over_full([c for c in cells if (c["backbone"], c["start"]) == one])} for one in begun
+    }
+    if len(begun) < 2 or not all(ahead.values()):
+        return []
+    titles = [f"{backbone}, {begin}" for backbone, begin in begun]
+    lines = ["### Points over full training", "", f"| method | {' | '.join(titles)} | mean |", "|" + "---|" * (len(begun) + 2)]
+    for method in [name for name in shared.METHODS if any(name in rows for rows in ahead.values())]:
+        found = [rows.get(method) for rows in ahead.values()]
+        row = ["" if one is None else f"{one[0]:+.1f} ± {one[1]:.1f}" for one in found]
+        mean = "" if None in found else f"{statistics.mean(one[0] for one in found if one is not None):+.1f}"
+        lines.append(f"| {method} | {' | '.join(row)} | {mean} |")
+    return [*lines, ""]
 
 
 def _over(other: str, cells: list[dict[str, Any]], method: str, domains: list[str]) -> list[list[float]]:

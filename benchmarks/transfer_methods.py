@@ -10,7 +10,8 @@
 
 Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
 `…, solver greedy`, `…, every 100`, `…, grows 25-4`, `…, start head`, `…, probe 4`, `…, state drop`, `…, engine plain`,
-`…, norm frozen`, `…, memory 200MB`, `…, epochs 6`. `…, ramp 0.8-0.2` lets the share fall from the first step to the last.
+`…, norm frozen`, `…, memory 200MB`, `…, epochs 6`. `…, ramp 0.8-0.2` lets the share fall from the first step to the last;
+`…, wide 0.4` trains everything for the first 0.4 of the run, and chooses then.
 `…, cache 4` gives each image four fixed views, and keeps what is computed before the choice.
 """
 
@@ -58,6 +59,7 @@ CHANGES: dict[str, Change] = {
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
+    "wide": lambda policy, word: _wide(policy, float(word)),
 }
 AROUND = ("engine", "norm", "cache", "epochs")  # words that are not the policy's
 
@@ -143,6 +145,13 @@ def policy(method: Method, model: nn.Module, seed: int) -> Policy:
 def _ramp(word: str) -> Callable[[Progress], float]:
     start, end = map(float, word.split("-"))
     return schedule.ramp(start, end)
+
+
+def _wide(policy: Policy, until: float) -> Policy:
+    """Everything for that share of the run, and then what the budget allows, chosen once."""
+    limit = policy.budget.time
+    once = schedule.Schedule(f"at {until} of the run", lambda now, last, drift: last.fraction < until <= now.fraction)
+    return replace(policy, when=once, budget=replace(policy.budget, time=lambda now: 1.0 if now.fraction < until else limit))
 
 
 def _priced(policy: Policy, word: str) -> Policy:

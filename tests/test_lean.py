@@ -850,6 +850,27 @@ def test_what_is_packed_comes_back(mask: list[bool], dtype: torch.dtype, piece: 
     assert back.dtype == dtype and back.tolist() == mask
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_cuda_packs_as_a_cpu_does(dtype: torch.dtype) -> None:
+    """Sizes and places that kernels are compiled for apart, in turn, so that none runs for another."""
+    for count in (0, 1, 9, 16, 48, 8192, 9000, 80_000, 16, 9):
+        for skipped in (0, 1):  # what does not begin where memory is aligned
+            flat = torch.randn(count + skipped).mul(4).to(dtype)[skipped:]
+            flat[::7] = math.nan
+            for low, high, nan in ((0.0, 6.0, True), (0.0, math.inf, False), (-3.0, 3.0, False)):
+                packed = bits.within(_shifted(flat) if skipped else flat.cuda(), low, high, nan)
+                assert torch.equal(packed.cpu(), bits.within(flat, low, high, nan))
+                for yes, no in ((1.0, 0.0), (0.5, -3.0)):
+                    back = bits.unpack(packed, flat.shape, dtype, yes, no)
+                    assert torch.equal(back.cpu(), bits.unpack(packed.cpu(), flat.shape, dtype, yes, no))
+
+
+def _shifted(flat: torch.Tensor) -> torch.Tensor:
+    """The same on CUDA, one element behind where its memory begins."""
+    return torch.cat([flat[:1], flat] if len(flat) else [flat.new_zeros(1)]).cuda()[1:]
+
+
 @laws(20)
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_every_device_packs_in_the_same_order(mask: list[bool]) -> None:

@@ -45,13 +45,19 @@ def adapt(
         str, typer.Option(help="MACs of its backward pass: a share of a full one, or like 5MMAC; or none.")
     ] = "0.15",
     steps: Annotated[int, typer.Option(min=0, help="Updates; 0 trains nothing.")] = 40,
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 0.002,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 0.004,
     batch: Annotated[int, typer.Option(min=1, help="Images at a time; gradients of all gather for an update.")] = 1,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side that images are resized to.")] = 128,
     flip: Annotated[bool, typer.Option("--flip", help="Mirrored images are of the same class (animals; not letters).")] = False,
     exact: Annotated[
-        bool, typer.Option("--exact", help="The best choice under true prices, among dense layers, not the paper's greedy one.")
-    ] = False,
+        bool, typer.Option("--exact/--greedy", help="The best channels under true prices, or the paper's greedy choice.")
+    ] = True,
+    views: Annotated[
+        int | None, typer.Option(min=1, help="So many changed copies of each image, in turn, instead of ever new ones.")
+    ] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="Memory, beside that of a step, for what frozen layers make of images, like 64MB.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the changed copies of images.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the adapted weights to this .safetensors file.")] = None,
@@ -62,11 +68,14 @@ def adapt(
     Example: pliant adapt --support birds/few --query birds/new --memory 1MB --macs 0.15 --out birds.safetensors
     """
     from pliant import fewshot, images, models, recipes, task
+    from pliant.engine.features import Features
 
     console = Console(stderr=as_json)
     with told(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
         with meant("--memory, --macs"):
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
+        with meant("--cache"):
+            features = None if cache is None else Features(cache)
         where = task.device_of(device)
         there("--support", support)
         net = model_of("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
@@ -83,6 +92,8 @@ def adapt(
                 lr=lr,
                 batch=batch,
                 augment=fewshot.Augment(flip=flip),
+                views=views,
+                cache=features,
                 query=asked,
                 norm=fewshot.norm_of(net) or models.NORM,
                 scale=scale,

@@ -53,7 +53,7 @@ def adapt(
     budget: Budget | None = None,
     policy: Policy | None = None,
     steps: int = 40,
-    lr: float = 0.002,
+    lr: float = 0.004,
     batch: int = 1,
     augment: Augment | None = None,
     views: int | None = None,
@@ -71,8 +71,8 @@ def adapt(
 
     Every step makes prototypes of the support set as the backbone is now, without a gradient, and takes the loss of a randomly
     changed copy of it (`augment`), `batch` images at a time: gradients gather, and one update follows. What trains is chosen
-    before the first step from the whole support set, by `policy` (`recipes.tinytrain()`) inside of `budget` (1 MB beyond
-    inference and 0.15 of a full backward pass's MACs, or what the policy says). With `steps=0` nothing trains.
+    before the first step from the whole support set, by `policy` (`recipes.tinytrain(exact=True)`) inside of `budget` (1 MB
+    beyond inference and 0.15 of a full backward pass's MACs, or what the policy says). With `steps=0` nothing trains.
 
     The backbone has `embed`, or gives features. It is copied unless `in_place`, and runs in evaluation mode, in which the copy
     stays: norms keep their statistics. `norm` is what its input is normalised with, if it has no attribute of that name.
@@ -92,7 +92,7 @@ def adapt(
         raise ImageError(f"no image of the class {empty[0]!r} is in the support set. Give one of each class, better several.")
     norm = needed_norm(backbone, norm)
     if policy is None:
-        policy = recipes.tinytrain(seed=seed)
+        policy = recipes.tinytrain(exact=True, seed=seed)
     if budget is not None:
         policy = replace(policy, budget=budget)
     model = Prototypes(backbone if in_place else copy.deepcopy(backbone), scale)
