@@ -11,6 +11,7 @@ WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
 _PAY_BACK = 50  # steps within which seconds that were saved or overspent are made up for at the soonest: else choices swing
 _CHANCE = 10  # steps after which a correction must have shown
 _FEW = 5  # steps: the capture of a choice may be most of what fewer of them took
+_SURE = 3  # looks that say the same: a slow moment of the device is no reason for another choice where that is costly
 _LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
 _FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
@@ -63,13 +64,14 @@ class Feedback:
     debt: float = 0.0  # seconds that were asked for and not taken; less than nothing: taken beyond
     recent: float | None = None  # seconds of a step, of late
     horizon: float = _PAY_BACK  # steps within which the debt is to be paid back
+    in_a_row: int = 0  # looks at the selection in force by which steps take too long; less than nothing: not long enough
     rounds: list[Round] = field(default_factory=list)
     peaks: list[tuple[int, int]] = field(default_factory=list)  # bytes of steps, predicted and measured: the last two
 
     def begin(self, round: Round) -> None:
         """Another selection is in force."""
         self.rounds.append(round)
-        self.recent = None
+        self.recent, self.in_a_row = None, 0
 
     def predict(self, seconds: float) -> None:
         """So much is predicted of the selection in force now: prices are better known."""
@@ -79,7 +81,7 @@ class Feedback:
     def expect(self, seconds: float) -> None:
         """Steps of the selection in force will take so long: the engine that runs them is another one than before."""
         if self.rounds and self.rounds[-1].predicted > 0 and seconds > 0:
-            self.ratio, self.recent = seconds / self.rounds[-1].predicted, None
+            self.ratio, self.recent, self.in_a_row = seconds / self.rounds[-1].predicted, None, 0
 
     def see(
         self,
@@ -113,6 +115,9 @@ class Feedback:
         now.seconds += sum(seconds)
         now.steps += len(seconds)
         self.debt = self.debt + sum(asked - s for s in tame) if asked is not None and pays else 0.0
+        if tells and asked is not None:
+            side = (1 if self._too_long(asked) > 0 else -1) if self.is_off(asked) else 0
+            self.in_a_row = self.in_a_row + side if self.in_a_row * side > 0 else side
 
     def target(self, asked: float) -> float:
         """What a step should take from now on."""
@@ -123,9 +128,14 @@ class Feedback:
         return self.target(asked) / asked / self.ratio
 
     def is_off(self, asked: float, toll: float = 0.0) -> bool:
-        """Whether steps take so much more or less than they should that planning again is worth it, where another choice has a
-        toll of so many seconds on each step that is left."""
-        return self.recent is not None and abs(self.recent - self.target(asked)) > WITHIN * asked + toll
+        """Whether steps take so much more or less than they should that planning again is worth it. Where another choice has a
+        `toll` of so many seconds on each step that is left, a few looks in a row must say so."""
+        sure = not toll or abs(self.in_a_row) >= _SURE
+        return self.recent is not None and sure and abs(self._too_long(asked)) > WITHIN * asked + toll
+
+    def _too_long(self, asked: float) -> float:
+        """Seconds that a step takes more than it should, of late."""
+        return self.recent - self.target(asked) if self.recent is not None else 0.0
 
     def is_nearer(self, predicted: float, asked: float) -> bool:
         """Whether a step of which so much is predicted comes nearer to what it should take than steps do now."""
@@ -204,4 +214,4 @@ class Feedback:
     def of(cls, state: Mapping[str, Any]) -> Feedback:
         rounds = [Round(**{f.name: saved[f.name] for f in fields(Round)}) for saved in state["rounds"]]
         peaks = [(predicted, measured) for predicted, measured in state["peaks"]]
-        return cls(state["ratio"], state["debt"], state["recent"], state["horizon"], rounds, peaks)
+        return cls(state["ratio"], state["debt"], state["recent"], state["horizon"], state.get("in_a_row", 0), rounds, peaks)

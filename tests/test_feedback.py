@@ -70,6 +70,24 @@ def test_where_another_choice_is_costly_the_steps_that_pay_for_it_tell_nothing_o
     assert feedback.rounds[-1].steps == 12
 
 
+def test_where_another_choice_is_costly_a_slow_moment_is_no_reason_for_one() -> None:
+    """It would be captured, and then be too small, and the next too large: chains of captures, and other layers each time."""
+    feedback, slow, toll = following(predicted=ASKED), 1.3 * ASKED, 0.05 * ASKED
+
+    def look(seconds: float) -> bool:
+        feedback.see([seconds] * 10, ASKED, left=1000)
+        return feedback.is_off(ASKED, toll)
+
+    for _ in range(5):
+        assert [look(seconds) for seconds in (ASKED, slow, slow, ASKED, 0.6 * ASKED, slow, 0.6 * ASKED)] == [False] * 7
+    assert [look(slow) for _ in range(4)] == [False, False, True, True]  # this lasts
+    assert feedback.is_off(ASKED) and Feedback.of(json.loads(json.dumps(feedback.state()))) == feedback
+    feedback.begin(Round(1, 400, ASKED, 0.8 * ASKED, 4.0))
+    assert [look(0.7 * ASKED) for _ in range(3)] == [False, False, True]  # and looks at the last choice say nothing of this one
+    feedback.expect(0.7 * ASKED)
+    assert [look(0.7 * ASKED) for _ in range(3)] == [False, False, True]
+
+
 def test_without_a_prediction_there_is_no_ratio() -> None:
     feedback = following(predicted=0.0)
     feedback.see([3.0], ASKED)
@@ -244,6 +262,7 @@ def test_what_ran_in_this_round_counts_as_it_ran() -> None:
 @pytest.mark.parametrize(("toll", "is_off"), [(0.0, True), (0.06, True), (0.08, False)])
 def test_steps_are_off_only_where_another_choice_is_worth_its_toll(toll: float, is_off: bool) -> None:
     feedback = following()
-    feedback.see([ASKED + 0.1] * 10, ASKED)
+    for _ in range(3):
+        feedback.see([ASKED + 0.1] * 10, ASKED)
     feedback.forget()
     assert feedback.is_off(ASKED, toll) == is_off
