@@ -8,7 +8,8 @@ source. Every method begins with the same weights: those of ImageNet, or those a
 birds, `fewshot.meta_train`): "meta 100 0.001" after a hundred tasks at that learning rate. Each takes the same number of steps
 of SGD, on the same changed copies of the support images, against prototypes of the support set; then query images are
 classified by the nearest prototype. Each method has one learning rate for all domains, as a device has: the best of four on
-other tasks of the same domains (images may be the same) and of the source. Methods:
+other tasks of the same domains (images may be the same) and of the source. With `own rate` behind a name, each task has its
+own, by how alike its classes look (`fewshot.rate_for`), and nothing is tuned. Methods:
 
     none            nothing trains
     full            every convolution
@@ -45,7 +46,7 @@ from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fewshot_methods as shared
 import packed
@@ -80,10 +81,11 @@ def task_of(domain: str, number: int, setting: dict[str, Any]) -> fewshot.Episod
 
 
 Job = tuple[str, str, str, int]  # backbone, start, domain, task
+Rate = float | Literal["auto"]  # auto: by the task
 
 
 def several(
-    job: Job, methods: dict[str, tuple[float, ...]], setting: dict[str, Any], until: float
+    job: Job, methods: dict[str, tuple[Rate, ...]], setting: dict[str, Any], until: float
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """One task, some methods with some learning rates each: what came of it, and with which methods it went wrong.
 
@@ -106,7 +108,7 @@ def cells(
     domain: str,
     number: int,
     method: str,
-    rates: tuple[float, ...],
+    rates: tuple[Rate, ...],
     setting: dict[str, Any],
     until: float = math.inf,
 ) -> list[dict[str, Any]]:
@@ -149,6 +151,7 @@ def cells(
                 "task": number,
                 "method": method,
                 "lr": lr,
+                "rate": adapted.lr,
                 "accuracy": float(right),
                 "ways": len(task.support.classes),
                 "support": len(task.support),
@@ -205,7 +208,7 @@ def key(c: dict[str, Any]) -> tuple[Any, ...]:
 
 def wanted(
     args: argparse.Namespace, done: list[dict[str, Any]], wrong: Collection[tuple[Job, str]] = ()
-) -> dict[Job, dict[str, tuple[float, ...]]]:
+) -> dict[Job, dict[str, tuple[Rate, ...]]]:
     """What can run now, as `several` takes it: what tells a method's rate, and all tasks of methods whose rate is known.
 
     What went `wrong` once is not tried again.
@@ -220,7 +223,7 @@ def wanted(
         else:
             out += [(backbone, begin, domain, n, method, rate) for n in tasks[backbone] for domain in args.domains]
     known = {key(c) for c in done}
-    jobs: dict[Job, dict[str, tuple[float, ...]]] = {}
+    jobs: dict[Job, dict[str, tuple[Rate, ...]]] = {}
     for *job, method, lr in sorted((one for one in out if one not in known), key=lambda one: one[3]):  # all get on alike
         if (tuple(job), method) not in wrong:
             methods = jobs.setdefault(tuple(job), {})
@@ -228,8 +231,10 @@ def wanted(
     return jobs
 
 
-def rate_of(done: list[dict[str, Any]], backbone: str, begin: str, method: str, args: argparse.Namespace) -> float | None:
+def rate_of(done: list[dict[str, Any]], backbone: str, begin: str, method: str, args: argparse.Namespace) -> Rate | None:
     """The rate of a method; None while not all that tells it was tried."""
+    if method.endswith(shared.OWN):
+        return "auto"
     if method == "none" or len(args.rates) == 1:
         return args.rates[0]
     mine = [c for c in done if (c["backbone"], c["start"], c["method"]) == (backbone, begin, method) and c["task"] < 0]
@@ -267,7 +272,7 @@ def table(cells: list[dict[str, Any]]) -> str:
             f"| method | {' | '.join(domains)} | all domains | against full | against exact | the paper, other domains |",
             "|" + "---|" * (len(domains) + 5),
         ]
-        for method in [name for name in shared.METHODS if any(c["method"] == name for c in mine)]:
+        for method in [name for name in shared.NAMES if any(c["method"] == name for c in mine)]:
             runs = [c for c in mine if c["method"] == method]
             by_domain = [[100 * c["accuracy"] for c in runs if c["domain"] == d] for d in domains]
             row = [_interval(some) for some in by_domain]
@@ -290,7 +295,7 @@ def _together(cells: list[dict[str, Any]]) -> list[str]:
         return []
     titles = [f"{backbone}, {begin}" for backbone, begin in begun]
     lines = ["### Points over full training", "", f"| method | {' | '.join(titles)} | mean |", "|" + "---|" * (len(begun) + 2)]
-    for method in [name for name in shared.METHODS if any(name in rows for rows in ahead.values())]:
+    for method in [name for name in shared.NAMES if any(name in rows for rows in ahead.values())]:
         found = [rows.get(method) for rows in ahead.values()]
         row = ["" if one is None else f"{one[0]:+.1f} ± {one[1]:.1f}" for one in found]
         mean = "" if None in found else f"{statistics.mean(one[0] for one in found if one is not None):+.1f}"
@@ -343,7 +348,7 @@ def _rates(tuning: list[dict[str, Any]], backbone: str, begin: str) -> list[str]
         f"| on tasks for tuning | {' | '.join(f'{lr:g}' for lr in rates)} | tasks | taken |",
         "|" + "---|" * (len(rates) + 3),
     ]
-    for method in [name for name in shared.METHODS if any(c["method"] == name for c in mine)]:
+    for method in [name for name in shared.NAMES if any(c["method"] == name for c in mine)]:
         tried = [c for c in mine if c["method"] == method]
         row = [[100 * c["accuracy"] for c in tried if c["lr"] == lr] for lr in rates]
         means = " | ".join(f"{statistics.mean(some):.1f}" if some else "" for some in row)
@@ -383,7 +388,7 @@ def main() -> None:
     parser.add_argument("--backbones", nargs="+", choices=list(shared.BACKBONES), default=list(shared.BACKBONES))
     parser.add_argument("--starts", nargs="+", default=[IMAGENET, PRACTISED], help="imagenet, or like 'meta 100 0.001'")
     parser.add_argument("--domains", nargs="+", choices=list(shared.DOMAINS), default=list(shared.DOMAINS))
-    parser.add_argument("--methods", nargs="+", choices=list(shared.METHODS), default=list(shared.METHODS))
+    parser.add_argument("--methods", nargs="+", choices=list(shared.NAMES), default=list(shared.METHODS))
     parser.add_argument("--tasks", type=int, default=None, help="per domain (60 for mcunet, 30 for the others)")
     parser.add_argument("--tuning", type=int, default=TUNING_TASKS, help="tasks of each domain per learning rate")
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))

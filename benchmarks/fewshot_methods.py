@@ -101,6 +101,8 @@ METHODS: dict[str, Callable[[nn.Module], Policy | None]] = {
     "tinytrain, exact, depthwise too": lambda net: with_depthwise(tinytrain(exact=True)),
     "pliant": lambda net: channels_by_gain(),
 }
+OWN = ", own rate"  # at the end of a method's name: each task has its own (`fewshot.rate_for`)
+NAMES = (*METHODS, *(f"{name}{OWN}" for name in METHODS if name != "none"))
 
 
 @cache
@@ -177,6 +179,7 @@ def start(backbone: str, meta: Path | None = None) -> tuple[nn.Module, float]:
 
 def ready(method: str, net: nn.Module, support: images.ImageSet) -> tuple[nn.Module, Policy | None]:
     """The network that a method trains for a task, and what it trains of it."""
+    method = method.removesuffix(OWN)
     policy = METHODS[method](net)
     if policy is not None and policy.budget != Budget():
         policy = fixed(policy, net, support)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from pliant import cli, models, recipes
 from pliant.engine.features import Features
-from pliant.fewshot import Augment, Episode, Prototypes, Sampling, adapt, meta_train, scale_of
+from pliant.fewshot import Augment, Episode, Prototypes, Sampling, adapt, meta_train, rate_for, scale_of
 from pliant.fewshot.meta import ResumeError, _parted
 from pliant.fewshot.views import Views
 from pliant.images import ImageError, ImageSet
@@ -164,6 +164,22 @@ def test_adapting_learns_and_leaves_the_callers_backbone_alone() -> None:
     assert found.selection is not None
     changed = {name for name, value in found.model.backbone.state_dict().items() if not torch.equal(value, before[name])}
     assert {f"backbone.{name}" for name in changed} <= found.selection.params and changed
+
+
+def test_the_rate_is_the_larger_the_more_alike_classes_look() -> None:
+    def prototypes(alike: float) -> torch.Tensor:
+        """Of four classes, each two of which have that cosine."""
+        return torch.linalg.cholesky(torch.full((4, 4), alike) + (1 - alike) * torch.eye(4)) * torch.rand(4, 1).add(0.1)
+
+    rates = [rate_for(prototypes(alike)) for alike in (0.0, 0.1, 0.2, 0.3, 0.4, 0.9)]
+    assert rates == pytest.approx([0.001, 0.001, 0.001, 0.004, 0.016, 0.016], rel=1e-3)
+    net, support = backbone(), bars(3, 3)
+    chosen = adapt(net, support, steps=1, policy=recipes.full())
+    model = Prototypes(net).eval()
+    model.fit_(((images, labels) for images, labels, _ in Views(support, 9, net.norm)), 3)
+    assert chosen.lr == pytest.approx(rate_for(model.prototypes), rel=1e-4)
+    assert adapt(net, support, steps=1, policy=recipes.full(), lr=0.5).lr == 0.5
+    assert adapt(net, support, steps=0).lr is None
 
 
 def test_in_place_the_backbone_itself_is_adapted() -> None:
@@ -358,6 +374,10 @@ def test_pliant_adapt_on_plain_folders(tmp_path: Path, net: str) -> None:
     assert shown.exit_code == 0, shown.output
     told = json.loads(shown.stdout)
     assert list(told["predictions"]) == ["what is it.png"] and told["macs_share"] <= 0.15 and len(told["losses"]) == 2
+    assert 0.001 <= told["lr"] <= 0.016
+    for wrong in ("fast", "-1", "nan"):
+        shown = run(cli.app, ["adapt", "--support", str(support), *fixed, "--lr", wrong])
+        assert shown.exit_code == 2 and "--lr" in shown.output and wrong in shown.output
 
 
 def test_pliant_adapt_with_a_cache_takes_the_same_steps(tmp_path: Path, net: str) -> None:

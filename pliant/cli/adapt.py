@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -45,7 +46,9 @@ def adapt(
         str, typer.Option(help="MACs of its backward pass: a share of a full one, or like 5MMAC; or none.")
     ] = "0.15",
     steps: Annotated[int, typer.Option(min=0, help="Updates; 0 trains nothing.")] = 40,
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 0.004,
+    lr: Annotated[
+        str, typer.Option(help="Learning rate; auto: by how well the classes are told apart to begin with.")
+    ] = "auto",
     batch: Annotated[int, typer.Option(min=1, help="Images at a time; gradients of all gather for an update.")] = 1,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side that images are resized to.")] = 128,
     flip: Annotated[bool, typer.Option("--flip", help="Mirrored images are of the same class (animals; not letters).")] = False,
@@ -74,6 +77,8 @@ def adapt(
     with told(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
         with meant("--memory, --macs"):
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
+        with meant("--lr"):
+            rate = _rate(lr)
         with meant("--cache"):
             features = None if cache is None else Features(cache)
         where = task.device_of(device)
@@ -89,7 +94,7 @@ def adapt(
                 learned,
                 policy=policy,
                 steps=steps,
-                lr=lr,
+                lr=rate,
                 batch=batch,
                 augment=fewshot.Augment(flip=flip),
                 views=views,
@@ -118,6 +123,18 @@ def _limit(given: str) -> float | str | None:
         return float(given)
     except ValueError:
         return given
+
+
+def _rate(given: str) -> float | Literal["auto"]:
+    if given == "auto":
+        return "auto"
+    try:
+        rate = float(given)
+    except ValueError:
+        rate = math.nan
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"{given!r} is no learning rate: write a number like 0.004, or auto.")
+    return rate
 
 
 def _check(support: ImageSet) -> None:
@@ -169,7 +186,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _found(done: Adapted, truth: Tensor | None, names: list[str]) -> dict[str, Any]:
     """What there is to tell, in plain types."""
-    out: dict[str, Any] = {"losses": list(done.losses), "memory_bytes": done.memory_bytes}
+    out: dict[str, Any] = {"losses": list(done.losses), "lr": done.lr, "memory_bytes": done.memory_bytes}
     if done.selection is not None:
         layers = Counter(unit.name.partition("[")[0].removeprefix("backbone.") for unit in done.selection.units)
         out["chosen"] = dict(layers)
@@ -198,6 +215,7 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         console.print(
             f"memory beyond inference: {measured}; backward MACs: {found['macs_share']:.3f} of a full pass", highlight=False
         )
+        console.print(f"learning rate: {found['lr']:.2g}", highlight=False)
     rows = found.get("predictions") or {name: f"{share:.1%}" for name, share in found.get("accuracy_by_class", {}).items()}
     if rows:
         table = Table("image" if "predictions" in found else "class", "named" if "predictions" in found else "right")

@@ -4,7 +4,7 @@ Offline, `meta_train` prepares a backbone on one set of images, so that few of a
 takes the few there are, chooses what is worth training inside a budget of memory and MACs, and trains that.
 """
 
-from pliant.fewshot.adapt import Adapted, adapt
+from pliant.fewshot.adapt import Adapted, adapt, rate_for
 from pliant.fewshot.episodes import Episode, Sampling
 from pliant.fewshot.meta import MetaTrained, meta_train
 from pliant.fewshot.prototypes import SCALE, Prototypes, scale_of
@@ -21,5 +21,6 @@ __all__ = [
     "adapt",
     "meta_train",
     "norm_of",
+    "rate_for",
     "scale_of",
 ]

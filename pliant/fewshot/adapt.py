@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from pliant.session import Session
 from pliant.types import Selection
 
 CLIP = 1.0  # networks without norms do not survive long steps
+_RATES = 0.001, 0.016  # where features tell the classes apart already, and where they hardly do
+_ALIKE = 0.2, 0.4  # mean cosine of two prototypes: up to here the one, from there on the other
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +33,7 @@ class Adapted:
 
     `model` classifies by the prototypes that it ended with; its `backbone` is the adapted one. `predictions` are the classes
     of the query images. `selection` says what trained and what that was predicted to cost; `memory_bytes` is the measured peak
-    of a step beyond that of inference, where memory was limited. `losses` are those of the steps.
+    of a step beyond that of inference, where memory was limited. `losses` are those of the steps, `lr` is their rate.
     """
 
     model: Prototypes
@@ -40,6 +42,7 @@ class Adapted:
     losses: tuple[float, ...]
     memory_bytes: int | None = None
     predictions: Tensor | None = None
+    lr: float | None = None
 
     @property
     def prototypes(self) -> Tensor:
@@ -53,7 +56,7 @@ def adapt(
     budget: Budget | None = None,
     policy: Policy | None = None,
     steps: int = 40,
-    lr: float = 0.004,
+    lr: float | Literal["auto"] = "auto",
     batch: int = 1,
     augment: Augment | None = None,
     views: int | None = None,
@@ -73,6 +76,9 @@ def adapt(
     changed copy of it (`augment`), `batch` images at a time: gradients gather, and one update follows. What trains is chosen
     before the first step from the whole support set, by `policy` (`recipes.tinytrain(exact=True)`) inside of `budget` (1 MB
     beyond inference and 0.15 of a full backward pass's MACs, or what the policy says). With `steps=0` nothing trains.
+
+    The learning rate is by default that of the task (`rate_for`): small where the features tell its classes apart as they are,
+    and training can but spoil them, larger where all classes look alike to them.
 
     The backbone has `embed`, or gives features. It is copied unless `in_place`, and runs in evaluation mode, in which the copy
     stays: norms keep their statistics. `norm` is what its input is normalised with, if it has no attribute of that name.
@@ -107,8 +113,11 @@ def adapt(
         selection: Selection | None = None
         losses: tuple[float, ...] = ()
         memory: int | None = None
+        rate: float | None = None
         if steps:
-            optimizer = torch.optim.SGD(model.backbone.parameters(), lr=lr, momentum=0.9)
+            task.fit_()
+            rate = rate_for(model.prototypes) if lr == "auto" else lr
+            optimizer = torch.optim.SGD(model.backbone.parameters(), lr=rate, momentum=0.9)
             with Session(
                 model,
                 optimizer,
@@ -132,7 +141,23 @@ def adapt(
     finally:
         for module, flag in was.items():
             module.training = flag
-    return Adapted(model, support.classes, selection, losses, memory, predictions)
+    return Adapted(model, support.classes, selection, losses, memory, predictions, rate)
+
+
+def rate_for(prototypes: Tensor) -> float:
+    """The learning rate for a task, by how alike the prototypes of its classes are before anything is trained.
+
+    0.001 where two of them have a cosine of 0.2 or less in the mean, 0.016 from 0.4 on, and between the two by the logarithm.
+    Features of ImageNet's networks are like that for photographs of animals and for strange things (letters, signs, blurred
+    images): docs/methods/tinytrain.md has where the numbers come from.
+
+    >>> rate_for(torch.eye(3)), rate_for(torch.ones(3, 8))
+    (0.001, 0.016)
+    """
+    classes, (low, high), (small, large) = len(prototypes), _ALIKE, _RATES
+    together = F.normalize(prototypes.float(), dim=1).sum(0).square().sum()
+    alike = (float(together) - classes) / (classes * (classes - 1))
+    return float(small * (large / small) ** min(max((alike - low) / (high - low), 0.0), 1.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +177,8 @@ class _Task:
     def train(self, session: Session, steps: int, on_step: Callable[[int, float], None] | None) -> Iterator[float]:
         """Take the steps; gives the loss of each."""
         for step in range(steps):
-            self.fit_(session if step else None)
+            if step:  # before the first one they are there
+                self.fit_(session)
             view = step if self.views is None else step % self.views
             changed, total = replace(self.changed, view=view), torch.zeros((), device=self.changed.device)
             for index in changed.places():
