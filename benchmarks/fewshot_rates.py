@@ -1,0 +1,120 @@
+"""Does a learning rate for each few-shot task pay? Rates that were tried on tasks for tuning, and what `fewshot.rate_for` says.
+
+    python benchmarks/fewshot_rates.py --data DIR     # minutes on one CPU thread: each task's images pass the network once
+
+`fewshot.py` tries four rates with every method on tasks for tuning: here its results (`--results`) are read again, those from
+ImageNet's weights. For each of these tasks it is measured how alike its classes look, which needs no training, and with that
+comes the rate that `fewshot.adapt` takes by default. Mean accuracy over tasks with: the one rate that is best for all of them
+(which is what methods have in the main table), the rate of each task (between two that were tried: by the logarithm), and, out
+of reach, the best of the four for each task. The rule was drawn from these very tasks: what it does to others is another
+question (`own rate` in `fewshot.py`).
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import fewshot
+import fewshot_methods as shared
+import packed
+import record
+import torch
+from fewshot import IMAGENET, key
+
+from pliant.fewshot import rate_for
+
+Tried = dict[tuple[str, int], dict[float, float]]  # domain and task → rate → accuracy
+
+
+def tried(cells: list[dict[str, Any]], backbone: str, method: str) -> Tried:
+    """What came of all four rates, for tasks on which all of them were tried."""
+    found: Tried = {}
+    for c in {key(c): c for c in cells}.values():
+        if (c["backbone"], c["start"], c["method"]) == (backbone, IMAGENET, method) and c["task"] < 0:
+            found.setdefault((c["domain"], c["task"]), {})[c["lr"]] = 100 * c["accuracy"]
+    return {task: by_rate for task, by_rate in found.items() if len(by_rate) == len(fewshot.RATES)}
+
+
+def at(by_rate: dict[float, float], rate: float) -> float:
+    """The accuracy at a rate between those that were tried.
+
+    >>> at({0.001: 40.0, 0.004: 50.0, 0.016: 60.0, 0.064: 30.0}, 0.008)
+    55.0
+    """
+    rates = sorted(by_rate)
+    after = next((k for k, one in enumerate(rates) if one >= rate), len(rates) - 1)
+    if after == 0 or rates[after] <= rate:
+        return by_rate[rates[after]]
+    low, high = rates[after - 1], rates[after]
+    share = math.log(rate / low) / math.log(high / low)
+    return (1 - share) * by_rate[low] + share * by_rate[high]
+
+
+def own_rate(backbone: str, domain: str, number: int, setting: dict[str, Any]) -> float:
+    """What a task is trained at by default."""
+    net, _ = fewshot.started(backbone, None, "cpu")
+    support = fewshot.task_of(domain, number, setting).support
+    model, _ = shared.prototypes(net)
+    pieces = shared.Views(support, 50, net.norm)
+    model.fit_(((images, labels) for images, labels, _ in pieces), len(support.classes))
+    return rate_for(model.prototypes)
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    lines: list[str] = []
+    for backbone in dict.fromkeys(c["backbone"] for c in cells):
+        mine = [c for c in cells if c["backbone"] == backbone]
+        lines += [f"### {backbone}", "", "| domain | rates of its tasks |", "|---|---|"]
+        lines += [f"| {domain} | {', '.join(f'{rate:.2g}' for rate in rates)} |" for domain, rates in mine[0]["rates"].items()]
+        lines += [
+            "",
+            "| method | tasks | one rate for all | that rate | a rate for each task | the best of each |",
+            "|" + "---|" * 6,
+        ]
+        for c in mine:
+            told = f"{c['one']:.1f} | {c['rate']:g} | {c['own']:.1f} ({c['own'] - c['one']:+.1f}) | {c['each']:.1f}"
+            lines.append(f"| {c['method']} | {c['tasks']} | {told} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=None, help="folder with data and weights (or $PLIANT_DATA)")
+    parser.add_argument("--results", type=Path, default=record.RESULTS / "fewshot_h200.json")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    shared.FOLDER[0] = packed.folder(args.data)
+    found, cells = record.cells(args.results), list[dict[str, Any]]()
+    setting = {"ways": [5, 50], "support": 500}
+    for backbone in shared.BACKBONES:
+        methods = {name: tried(found, backbone, name) for name in shared.METHODS}
+        tasks = sorted({task for of in methods.values() for task in of}, key=lambda one: (one[0], -one[1]))
+        rates = {task: own_rate(backbone, *task, setting) for task in tasks}
+        by_domain: dict[str, list[float]] = {}
+        for (domain, _), rate in rates.items():
+            by_domain.setdefault(domain, []).append(rate)
+        for name, of in methods.items():
+            if of:
+                means = {rate: statistics.mean(by_rate[rate] for by_rate in of.values()) for rate in fewshot.RATES}
+                best = max(means, key=lambda rate: means[rate])
+                own = statistics.mean(at(by_rate, rates[task]) for task, by_rate in of.items())
+                each = statistics.mean(max(by_rate.values()) for by_rate in of.values())
+                cells.append({"backbone": backbone, "method": name, "tasks": len(of), "rate": best, "one": means[best]})
+                cells[-1] |= {"own": own, "each": each, "rates": by_domain}
+    out = args.out or record.place("fewshot_rates")
+    record.save(out, {"device": "cpu", "results": args.results.name}, cells, table(cells))
+    print(table(cells))
+
+
+if __name__ == "__main__":
+    main()
