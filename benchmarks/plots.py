@@ -33,7 +33,7 @@ TRANSFER = {  # the results, what they are of, and the methods to show
 OURS = "#c2410c"
 
 
-def figure(columns: int = 1) -> tuple[Any, Any, Any]:
+def figure(columns: int = 1, rows: int = 1) -> tuple[Any, Any, Any]:
     try:
         import matplotlib
     except ImportError:
@@ -43,8 +43,8 @@ def figure(columns: int = 1) -> tuple[Any, Any, Any]:
     matplotlib.rcParams.update({"axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25})
     from matplotlib import pyplot
 
-    fig, axes = pyplot.subplots(1, columns, figsize=(7 * columns, 3.6), layout="constrained", squeeze=False)
-    return pyplot, fig, axes[0]
+    fig, axes = pyplot.subplots(rows, columns, figsize=(7 * columns, 3.6 * rows), layout="constrained", squeeze=False)
+    return pyplot, fig, axes.ravel()
 
 
 def over_time(name: str, out: Path) -> None:
@@ -73,8 +73,8 @@ def against_full(out: Path) -> None:
     """Points of accuracy over full training, task by task, with 95 % intervals of the mean over domains."""
     cells = fewshot.at_best(record.cells(RESULTS / "fewshot_h200.json"))
     starts = list(dict.fromkeys((c["backbone"], c["start"]) for c in cells))
-    pyplot, fig, all_axes = figure(len(starts))
-    for axes, (net, begin) in zip(all_axes, starts, strict=True):
+    pyplot, fig, all_axes = figure(2, (len(starts) + 1) // 2)
+    for axes, (net, begin) in zip(all_axes, starts, strict=False):
         rows = sorted(
             fewshot.over_full([c for c in cells if (c["backbone"], c["start"]) == (net, begin)]), key=lambda row: row[1]
         )
