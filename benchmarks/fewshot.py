@@ -40,7 +40,7 @@ import statistics
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cache
@@ -96,7 +96,8 @@ def several(
     wrong: dict[str, str] = {}
     for method, rates in methods.items():
         try:
-            out += cells(*job, method, rates, setting, until)
+            for one in cells(*job, method, rates, setting, until):
+                out.append(one)
         except Exception:
             wrong[method] = traceback.format_exc()
     return out, wrong
@@ -111,16 +112,16 @@ def cells(
     rates: tuple[Rate, ...],
     setting: dict[str, Any],
     until: float = math.inf,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """One task, one method, some learning rates: the accuracy of each on the queries, and what was chosen, the same for all."""
     if time.time() > until:
-        return []
+        return
     device = setting["device"]
     net, scale = started(backbone, None if begin == IMAGENET else meta_file(backbone, begin, setting), device)
     task = task_of(domain, number, setting)
     support, query, since = on(task.support, device), on(task.query, device), time.perf_counter()
     net, policy = shared.ready(method, net, support)
-    choosing, out = time.perf_counter() - since, []
+    choosing = time.perf_counter() - since
     for lr in rates:
         if time.time() > until:
             break
@@ -143,23 +144,20 @@ def cells(
         units = adapted.selection.units if adapted.selection is not None else ()
         groups = Counter(unit.name.split("[")[0] for unit in units if "[" in unit.name)  # of channels, by layer
         right = (adapted.predictions == task.query.labels.cpu()).float().mean()
-        out.append(
-            {
-                "backbone": backbone,
-                "start": begin,
-                "domain": domain,
-                "task": number,
-                "method": method,
-                "lr": lr,
-                "rate": adapted.lr,
-                "accuracy": float(right),
-                "ways": len(task.support.classes),
-                "support": len(task.support),
-                "chosen": dict(groups),
-                "seconds": choosing + time.perf_counter() - since,
-            }
-        )
-    return out
+        yield {
+            "backbone": backbone,
+            "start": begin,
+            "domain": domain,
+            "task": number,
+            "method": method,
+            "lr": lr,
+            "rate": adapted.lr,
+            "accuracy": float(right),
+            "ways": len(task.support.classes),
+            "support": len(task.support),
+            "chosen": dict(groups),
+            "seconds": choosing + time.perf_counter() - since,
+        }
 
 
 @cache
@@ -409,7 +407,7 @@ def main() -> None:
     setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
     here = {**setting, "work": str(args.work or out.parent / "weights")}
     done, saved = record.load(out, setting), time.monotonic()
-    until, wrong = time.time() + args.seconds, dict[tuple[Job, str], str]()
+    until, wrong = time.time() + args.seconds, set[tuple[Job, str]]()
     for backbone, begin in itertools.product(args.backbones, args.starts):
         if begin != IMAGENET:
             meta_file(backbone, begin, here)
@@ -420,7 +418,9 @@ def main() -> None:
             running = {pool.submit(several, job, methods, here, until): job for job, methods in todo.items()}
             for future in as_completed(running):
                 found, failed = future.result()
-                wrong |= {(running[future], method): why for method, why in failed.items()}
+                wrong |= {(running[future], method) for method in failed}
+                for method, why in failed.items():
+                    print(f"{running[future]}, {method}: {why}", flush=True)
                 for c in found:
                     done.append(c)
                     print(f"{' '.join(map(str, key(c)))}: {c['accuracy']:.3f}", flush=True)
@@ -430,8 +430,7 @@ def main() -> None:
     record.save(out, setting, done, table(done))
     print(table(done))
     if wrong:
-        told = [f"{job}, {method}: {why}" for (job, method), why in wrong.items()]
-        raise SystemExit("\n".join([*told, f"{len(wrong)} times a method ended with an error: see above."]))
+        raise SystemExit(f"{len(wrong)} times a method ended with an error, and was not tried again there: see above.")
 
 
 def prepare(folder: Path) -> None:

@@ -62,10 +62,9 @@ def own_rate(backbone: str, domain: str, number: int, setting: dict[str, Any]) -
     """What a task is trained at by default."""
     net, _ = fewshot.started(backbone, None, "cpu")
     support = fewshot.task_of(domain, number, setting).support
-    model, _ = shared.prototypes(net)
-    pieces = shared.Views(support, 50, net.norm)
-    model.fit_(((images, labels) for images, labels, _ in pieces), len(support.classes))
-    return rate_for(model.prototypes)
+    with torch.no_grad():
+        features = [(net.eval().embed(images), labels) for images, labels, _ in shared.Views(support, 50, net.norm)]
+    return rate_for(features, len(support.classes))
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -80,7 +79,7 @@ def table(cells: list[dict[str, Any]]) -> str:
             "|" + "---|" * 6,
         ]
         for c in mine:
-            told = f"{c['one']:.1f} | {c['rate']:g} | {c['own']:.1f} ({c['own'] - c['one']:+.1f}) | {c['each']:.1f}"
+            told = f"{c['one']:.1f} | {c['rate']:g} | {c['own']:.1f} ({c['own'] - c['one']:+.1f} ± {c['half']:.1f}) | {c['each']:.1f}"
             lines.append(f"| {c['method']} | {c['tasks']} | {told} |")
         lines.append("")
     return "\n".join(lines)
@@ -108,9 +107,11 @@ def main() -> None:
                 means = {rate: statistics.mean(by_rate[rate] for by_rate in of.values()) for rate in fewshot.RATES}
                 best = max(means, key=lambda rate: means[rate])
                 own = statistics.mean(at(by_rate, rates[task]) for task, by_rate in of.items())
+                gains = [at(by_rate, rates[task]) - by_rate[best] for task, by_rate in of.items()]
+                half = 1.96 * statistics.stdev(gains) / math.sqrt(len(gains))
                 each = statistics.mean(max(by_rate.values()) for by_rate in of.values())
                 cells.append({"backbone": backbone, "method": name, "tasks": len(of), "rate": best, "one": means[best]})
-                cells[-1] |= {"own": own, "each": each, "rates": by_domain}
+                cells[-1] |= {"own": own, "half": half, "each": each, "rates": by_domain}
     out = args.out or record.place("fewshot_rates")
     record.save(out, {"device": "cpu", "results": args.results.name}, cells, table(cells))
     print(table(cells))

@@ -150,6 +150,8 @@ def _ramp(word: str) -> Callable[[Progress], float]:
 def _wide(policy: Policy, until: float) -> Policy:
     """Everything for that share of the run, and then what the budget allows, chosen once."""
     limit = policy.budget.time
+    if callable(limit):
+        raise SystemExit("'wide' and 'ramp' both say what the budget is when: give one of them.")
     once = schedule.Schedule(f"at {until} of the run", lambda now, last, drift: last.fraction < until <= now.fraction)
     return replace(policy, when=once, budget=replace(policy.budget, time=lambda now: 1.0 if now.fraction < until else limit))
 

@@ -64,14 +64,14 @@ class Feedback:
     debt: float = 0.0  # seconds that were asked for and not taken; less than nothing: taken beyond
     recent: float | None = None  # seconds of a step, of late
     horizon: float = _PAY_BACK  # steps within which the debt is to be paid back
-    in_a_row: int = 0  # looks at the selection in force by which steps take too long; less than nothing: not long enough
+    looks: list[float] = field(default_factory=list)  # seconds of a step, by the last looks at the selection in force
     rounds: list[Round] = field(default_factory=list)
     peaks: list[tuple[int, int]] = field(default_factory=list)  # bytes of steps, predicted and measured: the last two
 
     def begin(self, round: Round) -> None:
         """Another selection is in force."""
         self.rounds.append(round)
-        self.recent, self.in_a_row = None, 0
+        self.recent, self.looks = None, []
 
     def predict(self, seconds: float) -> None:
         """So much is predicted of the selection in force now: prices are better known."""
@@ -81,7 +81,7 @@ class Feedback:
     def expect(self, seconds: float) -> None:
         """Steps of the selection in force will take so long: the engine that runs them is another one than before."""
         if self.rounds and self.rounds[-1].predicted > 0 and seconds > 0:
-            self.ratio, self.recent, self.in_a_row = seconds / self.rounds[-1].predicted, None, 0
+            self.ratio, self.recent, self.looks = seconds / self.rounds[-1].predicted, None, []
 
     def see(
         self,
@@ -111,13 +111,11 @@ class Feedback:
             self.ratio = seen if at_once else (self.ratio + seen) / 2
         if tells:
             self.recent = middle if left > 0 else fmean(tame)
+            self.looks = [*self.looks, self.recent][-_SURE:]
         self.horizon = max(_PAY_BACK, pause / self.recent if self.recent else 0.0, left / 2)
         now.seconds += sum(seconds)
         now.steps += len(seconds)
         self.debt = self.debt + sum(asked - s for s in tame) if asked is not None and pays else 0.0
-        if tells and asked is not None:
-            side = (1 if self._too_long(asked) > 0 else -1) if self.is_off(asked) else 0
-            self.in_a_row = self.in_a_row + side if self.in_a_row * side > 0 else side
 
     def target(self, asked: float) -> float:
         """What a step should take from now on."""
@@ -130,12 +128,11 @@ class Feedback:
     def is_off(self, asked: float, toll: float = 0.0) -> bool:
         """Whether steps take so much more or less than they should that planning again is worth it. Where another choice has a
         `toll` of so many seconds on each step that is left, a few looks in a row must say so."""
-        sure = not toll or abs(self.in_a_row) >= _SURE
-        return self.recent is not None and sure and abs(self._too_long(asked)) > WITHIN * asked + toll
-
-    def _too_long(self, asked: float) -> float:
-        """Seconds that a step takes more than it should, of late."""
-        return self.recent - self.target(asked) if self.recent is not None else 0.0
+        if self.recent is None:
+            return False
+        looks, target, most = self.looks if toll else [self.recent], self.target(asked), WITHIN * asked + toll
+        enough = len(looks) == _SURE or not toll
+        return enough and (min(looks) - target > most or target - max(looks) > most)
 
     def is_nearer(self, predicted: float, asked: float) -> bool:
         """Whether a step of which so much is predicted comes nearer to what it should take than steps do now."""
@@ -214,4 +211,4 @@ class Feedback:
     def of(cls, state: Mapping[str, Any]) -> Feedback:
         rounds = [Round(**{f.name: saved[f.name] for f in fields(Round)}) for saved in state["rounds"]]
         peaks = [(predicted, measured) for predicted, measured in state["peaks"]]
-        return cls(state["ratio"], state["debt"], state["recent"], state["horizon"], state.get("in_a_row", 0), rounds, peaks)
+        return cls(state["ratio"], state["debt"], state["recent"], state["horizon"], state.get("looks", []), rounds, peaks)

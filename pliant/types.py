@@ -95,7 +95,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 # ---------------------------------------------------------------- what it costs
 
 
-_LAST_BITS = 1e-12  # relative; what a share that is no binary fraction may add to a product
+_LAST_BITS = 1e-13  # relative; what a share that is no binary fraction may add to a product
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,17 @@ class Cost:
     def times(self, share: float) -> Cost:
         """A share of it; bytes and MACs are rounded up, but not for what the last bits of a float add.
 
-        >>> Cost(macs=12 * 72).times(7 / 12).macs, Cost(macs=7).times(0.5).macs
-        (504, 4)
+        >>> Cost(macs=12 * 72).times(7 / 12).macs, Cost(macs=7).times(0.5).macs, Cost(macs=10**15).times(1.0).macs == 10**15
+        (504, 4, True)
         """
         joules = None if self.joules is None else self.joules * share
-        exact = share * (1 - _LAST_BITS)
-        return Cost(self.seconds * share, math.ceil(self.bytes * exact), math.ceil(self.macs * exact), joules)
+        return Cost(self.seconds * share, _rounded_up(self.bytes * share), _rounded_up(self.macs * share), joules)
+
+
+def _rounded_up(amount: float) -> int:
+    """The next whole number; one that is missed by the last bits of a float alone is meant."""
+    near = round(amount)
+    return near if abs(amount - near) <= _LAST_BITS * near else math.ceil(amount)
 
 
 # ---------------------------------------------------------------- files

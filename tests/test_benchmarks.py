@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 
@@ -62,3 +64,55 @@ def test_tables_of_tasks_hold_what_every_method_has_had_at_its_rate() -> None:
     cells = [cell("full", -1, 0.1, 0.5), cell("full", -1, 0.2, 0.6), cell("none", 0, 0.1, 0.1), cell("none", 1, 0.1, 0.2)]
     cells += [cell("full", 0, 0.1, 0.3), cell("full", 0, 0.2, 0.4), cell("full", 2, 0.2, 0.4)]
     assert [(c["method"], c["task"], c["lr"]) for c in fewshot.at_best(cells)] == [("none", 0, 0.1), ("full", 0, 0.2)]
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_what_went_wrong_is_not_tried_again_and_an_own_rate_needs_no_tuning() -> None:
+    import argparse
+
+    import fewshot
+
+    args = argparse.Namespace(backbones=["b"], starts=["imagenet"], domains=["pets"], rates=[0.1, 0.2], tuning=1, tasks=2)
+    args.methods = ["full", "full, own rate"]
+    todo = fewshot.wanted(args, [])
+    assert todo["b", "imagenet", "source", -1] == todo["b", "imagenet", "pets", -1] == {"full": (0.1, 0.2)}
+    assert todo["b", "imagenet", "pets", 0] == todo["b", "imagenet", "pets", 1] == {"full, own rate": ("auto",)}
+    job = "b", "imagenet", "pets", 0
+    left = fewshot.wanted(args, [], {(job, "full, own rate")})
+    assert job not in left and len(left) == len(todo) - 1
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_table_of_several_networks_begins_with_what_is_ahead_of_full_training() -> None:
+    import fewshot
+
+    def cell(backbone: str, method: str, domain: str, task: int, accuracy: float) -> dict[str, Any]:
+        named = {"backbone": backbone, "start": "imagenet", "method": method, "domain": domain}
+        return {**named, "task": task, "lr": 0.1, "accuracy": accuracy}
+
+    cells = [
+        cell(net, method, domain, task, 0.5 + 0.01 * task + gain)
+        for net, better in (("mcunet", 0.02), ("proxyless_0.3", 0.04))
+        for method, gain in (("full", 0.0), ("bias", better))
+        for domain in ("pets", "gtsrb")
+        for task in (0, 1, 2)
+    ]
+    table = fewshot.table(cells)
+    assert "| bias | +2.0 ± 0.0 | +4.0 ± 0.0 | +3.0 |" in table.split("### mcunet")[0]
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_everything_at_first_and_then_what_the_budget_allows() -> None:
+    import transfer_methods
+
+    from pliant import Progress
+
+    policy = transfer_methods.policy(transfer_methods.parse("pliant 3ms, wide 0.4"), torch.nn.Linear(2, 2), 0)
+    limit = policy.budget.time
+    assert callable(limit)
+    moments = [Progress(step=step, total_steps=10) for step in range(10)]
+    assert [limit(now) for now in moments] == [1.0] * 4 + ["3ms"] * 6
+    due = [policy.when.due(now, last, None) for last, now in pairwise(moments)]
+    assert due == [False, False, False, True, False, False, False, False, False]
+    with pytest.raises(SystemExit, match="both"):
+        transfer_methods.policy(transfer_methods.parse("pliant 0.4, ramp 0.8-0.2, wide 0.4"), torch.nn.Linear(2, 2), 0)

@@ -76,13 +76,19 @@ def test_where_another_choice_is_costly_a_slow_moment_is_no_reason_for_one() -> 
 
     def look(seconds: float) -> bool:
         feedback.see([seconds] * 10, ASKED, left=1000)
+        feedback.forget()  # what is owed is another reason
         return feedback.is_off(ASKED, toll)
 
     for _ in range(5):
         assert [look(seconds) for seconds in (ASKED, slow, slow, ASKED, 0.6 * ASKED, slow, 0.6 * ASKED)] == [False] * 7
+    near = 1.03 * ASKED  # off, but by less than another choice is worth
+    for _ in range(5):
+        assert [look(seconds) for seconds in (near, near, near, near, slow, slow)] == [False] * 6
+    assert not look(near)
     assert [look(slow) for _ in range(4)] == [False, False, True, True]  # this lasts
     assert feedback.is_off(ASKED) and Feedback.of(json.loads(json.dumps(feedback.state()))) == feedback
     feedback.begin(Round(1, 400, ASKED, 0.8 * ASKED, 4.0))
+    assert feedback.looks == []
     assert [look(0.7 * ASKED) for _ in range(3)] == [False, False, True]  # and looks at the last choice say nothing of this one
     feedback.expect(0.7 * ASKED)
     assert [look(0.7 * ASKED) for _ in range(3)] == [False, False, True]

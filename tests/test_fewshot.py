@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -166,19 +167,46 @@ def test_adapting_learns_and_leaves_the_callers_backbone_alone() -> None:
     assert {f"backbone.{name}" for name in changed} <= found.selection.params and changed
 
 
-def test_the_rate_is_the_larger_the_more_alike_classes_look() -> None:
-    def prototypes(alike: float) -> torch.Tensor:
-        """Of four classes, each two of which have that cosine."""
-        return torch.linalg.cholesky(torch.full((4, 4), alike) + (1 - alike) * torch.eye(4)) * torch.rand(4, 1).add(0.1)
+def alike(cosine: float, counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of so many images of each class: two of different classes have that cosine, two of the same are the same."""
+    classes = len(counts)
+    directions = torch.linalg.cholesky(torch.full((classes, classes), cosine) + (1 - cosine) * torch.eye(classes))
+    labels = torch.repeat_interleave(torch.arange(classes), torch.tensor(counts))
+    return directions[labels] * torch.rand(len(labels), 1).add(0.1), labels
 
-    rates = [rate_for(prototypes(alike)) for alike in (0.0, 0.1, 0.2, 0.3, 0.4, 0.9)]
-    assert rates == pytest.approx([0.001, 0.001, 0.001, 0.004, 0.016, 0.016], rel=1e-3)
-    net, support = backbone(), bars(3, 3)
-    chosen = adapt(net, support, steps=1, policy=recipes.full())
-    model = Prototypes(net).eval()
-    model.fit_(((images, labels) for images, labels, _ in Views(support, 9, net.norm)), 3)
-    assert chosen.lr == pytest.approx(rate_for(model.prototypes), rel=1e-4)
-    assert adapt(net, support, steps=1, policy=recipes.full(), lr=0.5).lr == 0.5
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (7, 1, 2, 3), (20, 20, 20, 20)])
+def test_the_rate_is_the_larger_the_more_alike_classes_look(counts: tuple[int, ...]) -> None:
+    rates = [rate_for([alike(cosine, counts)], 4) for cosine in (0.0, 0.2, 0.25, 0.3, 0.9)]
+    assert rates == pytest.approx([0.001, 0.001, 0.004, 0.016, 0.016], rel=1e-3)
+    features, labels = alike(0.25, counts)
+    assert rate_for(zip(features.split(2), labels.split(2), strict=True), 4) == pytest.approx(0.004, rel=1e-3)
+
+
+def test_a_rate_is_refused_where_nothing_tells_it() -> None:
+    with pytest.raises(ValueError, match="two classes"):
+        rate_for([(torch.rand(3, 4), torch.zeros(3, dtype=torch.long))], 2)
+    with pytest.raises(ValueError, match="not all numbers"):
+        rate_for([(torch.full((2, 4), torch.nan), torch.arange(2))], 2)
+    for wrong in ("fast", -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="no learning rate"):
+            adapt(backbone(), bars(3, 2), lr=wrong)
+
+
+def test_a_task_is_trained_at_the_rate_of_its_features_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, support, seen = backbone(), bars(3, 3), []
+    embedded = Prototypes(net).eval().embed(next(iter(Views(support, 9, net.norm)))[0]).detach()
+
+    def rate(batches: Any, classes: int) -> float:
+        seen.append(torch.cat([features for features, _ in batches]))
+        return 0.25
+
+    monkeypatch.setitem(adapt.__globals__, "rate_for", rate)
+    chosen = adapt(net, support, steps=3, batch=4, policy=recipes.full())
+    assert chosen.lr == 0.25 and len(seen) == 1
+    torch.testing.assert_close(seen[0], embedded, rtol=1e-4, atol=1e-5)
+    given = adapt(net, support, steps=3, batch=4, policy=recipes.full(), lr=0.25)
+    assert given.losses == chosen.losses and given.lr == 0.25 and len(seen) == 1
     assert adapt(net, support, steps=0).lr is None
 
 
@@ -374,20 +402,31 @@ def test_pliant_adapt_on_plain_folders(tmp_path: Path, net: str) -> None:
     assert shown.exit_code == 0, shown.output
     told = json.loads(shown.stdout)
     assert list(told["predictions"]) == ["what is it.png"] and told["macs_share"] <= 0.15 and len(told["losses"]) == 2
-    assert 0.001 <= told["lr"] <= 0.016
+    assert told["lr"] == pytest.approx(0.016)  # bars look alike to a network that has learned nothing
     for wrong in ("fast", "-1", "nan"):
         shown = run(cli.app, ["adapt", "--support", str(support), *fixed, "--lr", wrong])
         assert shown.exit_code == 2 and "--lr" in shown.output and wrong in shown.output
 
 
-def test_pliant_adapt_with_a_cache_takes_the_same_steps(tmp_path: Path, net: str) -> None:
-    support, seen = written(tmp_path / "few", bars(3, 2)), []
-    start = ["adapt", "--support", str(support), "--backbone", net, "--size", "32", "--steps", "4", "--json", "--views", "2"]
-    for more in ([], ["--cache", "1MB"]):
+def test_pliant_adapt_with_a_cache_takes_the_same_steps(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    support, caches = written(tmp_path / "few", bars(3, 2)), list[Features | None]()
+    start = ["adapt", "--support", str(support), "--backbone", net, "--size", "32", "--steps", "4", "--json"]
+
+    def noted(*args: Any, **given: Any) -> Any:
+        caches.append(given["cache"])
+        return adapt(*args, **given)
+
+    monkeypatch.setattr("pliant.fewshot.adapt", noted)
+
+    def losses(*more: str) -> list[float]:
         shown = run(cli.app, [*start, *more])
         assert shown.exit_code == 0, shown.output
-        seen.append(json.loads(shown.stdout)["losses"])
-    assert seen[0] == pytest.approx(seen[1], rel=1e-4)
+        return json.loads(shown.stdout)["losses"]
+
+    fixed = losses("--views", "1")
+    assert losses("--views", "1", "--cache", "1MB") == pytest.approx(fixed, rel=1e-4)
+    assert losses() != pytest.approx(fixed, rel=1e-4)
+    assert caches[0] is None and caches[1] is not None and caches[1].hits > 0
     shown = run(cli.app, [*start, "--cache", "much"])
     assert shown.exit_code == 2 and "--cache" in shown.output and "much" in shown.output
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from pliant import recipes
 from pliant.budget import Budget
 from pliant.engine.features import Features
-from pliant.fewshot.prototypes import SCALE, Prototypes
+from pliant.fewshot.prototypes import SCALE, Prototypes, class_means
 from pliant.fewshot.views import Augment, Views, needed_norm
 from pliant.images import ImageError, ImageSet, Norm
 from pliant.policy import Policy
@@ -24,7 +25,7 @@ from pliant.types import Selection
 
 CLIP = 1.0  # networks without norms do not survive long steps
 _RATES = 0.001, 0.016  # where features tell the classes apart already, and where they hardly do
-_ALIKE = 0.2, 0.4  # mean cosine of two prototypes: up to here the one, from there on the other
+_ALIKE = 0.2, 0.3  # mean cosine of images of different classes: up to here the one, from there on the other
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +97,8 @@ def adapt(
     empty = [name for label, name in enumerate(support.classes) if not bool((support.labels == label).any())]
     if empty:
         raise ImageError(f"no image of the class {empty[0]!r} is in the support set. Give one of each class, better several.")
+    if lr != "auto" and (isinstance(lr, str) or not 0 <= lr < math.inf):
+        raise ValueError(f"lr={lr!r} is no learning rate: give a number, or 'auto'.")
     norm = needed_norm(backbone, norm)
     if policy is None:
         policy = recipes.tinytrain(exact=True, seed=seed)
@@ -115,8 +118,7 @@ def adapt(
         memory: int | None = None
         rate: float | None = None
         if steps:
-            task.fit_()
-            rate = rate_for(model.prototypes) if lr == "auto" else lr
+            rate = rate_for(task.features(), len(support.classes)) if lr == "auto" else lr
             optimizer = torch.optim.SGD(model.backbone.parameters(), lr=rate, momentum=0.9)
             with Session(
                 model,
@@ -144,19 +146,33 @@ def adapt(
     return Adapted(model, support.classes, selection, losses, memory, predictions, rate)
 
 
-def rate_for(prototypes: Tensor) -> float:
-    """The learning rate for a task, by how alike the prototypes of its classes are before anything is trained.
+def rate_for(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> float:
+    """The learning rate for a task, by how alike its classes look before anything is trained: from (features, labels).
 
-    0.001 where two of them have a cosine of 0.2 or less in the mean, 0.016 from 0.4 on, and between the two by the logarithm.
-    Features of ImageNet's networks are like that for photographs of animals and for strange things (letters, signs, blurred
-    images): docs/methods/tinytrain.md has where the numbers come from.
+    0.001 where images of different classes have a cosine of 0.2 or less in the mean, 0.016 from 0.3 on, and between the two by
+    the logarithm. It does not hang on how many images a class has. Where the numbers come from: docs/methods/tinytrain.md.
 
-    >>> rate_for(torch.eye(3)), rate_for(torch.ones(3, 8))
+    >>> labels = torch.arange(3)
+    >>> rate_for([(torch.eye(3), labels)], 3), rate_for([(torch.ones(3, 8), labels)], 3)
     (0.001, 0.016)
     """
-    classes, (low, high), (small, large) = len(prototypes), _ALIKE, _RATES
-    together = F.normalize(prototypes.float(), dim=1).sum(0).square().sum()
-    alike = (float(together) - classes) / (classes * (classes - 1))
+    labels: list[Tensor] = []
+
+    def directions() -> Iterator[tuple[Tensor, Tensor]]:
+        for features, of in batches:
+            labels.append(of)
+            yield F.normalize(features.float(), dim=1), of
+
+    means = class_means(directions(), classes)
+    counts = torch.bincount(torch.cat(labels), minlength=classes)
+    sums = means * counts[:, None]
+    pairs = int(counts.sum()) ** 2 - int(counts.square().sum())
+    if not pairs:
+        raise ValueError("a rate for a task needs images of two classes or more.")
+    alike = float(sums.sum(0).square().sum() - sums.square().sum()) / pairs
+    if not math.isfinite(alike):
+        raise ValueError("the backbone's features are not all numbers: there is no rate for that.")
+    (low, high), (small, large) = _ALIKE, _RATES
     return float(small * (large / small) ** min(max((alike - low) / (high - low), 0.0), 1.0))
 
 
@@ -177,8 +193,7 @@ class _Task:
     def train(self, session: Session, steps: int, on_step: Callable[[int, float], None] | None) -> Iterator[float]:
         """Take the steps; gives the loss of each."""
         for step in range(steps):
-            if step:  # before the first one they are there
-                self.fit_(session)
+            self.fit_(session if step else None)
             view = step if self.views is None else step % self.views
             changed, total = replace(self.changed, view=view), torch.zeros((), device=self.changed.device)
             for index in changed.places():
@@ -188,6 +203,12 @@ class _Task:
             if on_step is not None:
                 on_step(step, loss)
             yield loss
+
+    @torch.no_grad()
+    def features(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of the support set as the backbone is now, with the labels."""
+        for images, labels, _ in self.plain:
+            yield self.model.embed(images), labels
 
     def fit_(self, session: Session | None = None) -> None:
         """Prototypes of the support set as the backbone is now. With a session whose features are cached, from there."""
