@@ -79,7 +79,8 @@ def table(cells: list[dict[str, Any]]) -> str:
             "|" + "---|" * 6,
         ]
         for c in mine:
-            told = f"{c['one']:.1f} | {c['rate']:g} | {c['own']:.1f} ({c['own'] - c['one']:+.1f} ± {c['half']:.1f}) | {c['each']:.1f}"
+            gain = f"{c['own'] - c['one']:+.1f} ± {c['half']:.1f}"
+            told = f"{c['one']:.1f} | {c['rate']:g} | {c['own']:.1f} ({gain}) | {c['each']:.1f}"
             lines.append(f"| {c['method']} | {c['tasks']} | {told} |")
         lines.append("")
     return "\n".join(lines)

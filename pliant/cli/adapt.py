@@ -71,7 +71,6 @@ def adapt(
     Example: pliant adapt --support birds/few --query birds/new --memory 1MB --macs 0.15 --out birds.safetensors
     """
     from pliant import fewshot, images, models, recipes, task
-    from pliant.engine.features import Features
 
     console = Console(stderr=as_json)
     with told(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
@@ -79,8 +78,6 @@ def adapt(
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
         with meant("--lr"):
             rate = _rate(lr)
-        with meant("--cache"):
-            features = None if cache is None else Features(cache)
         where = task.device_of(device)
         there("--support", support)
         net = model_of("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
@@ -98,7 +95,7 @@ def adapt(
                 batch=batch,
                 augment=fewshot.Augment(flip=flip),
                 views=views,
-                cache=features,
+                cache=cache,
                 query=asked,
                 norm=fewshot.norm_of(net) or models.NORM,
                 scale=scale,
