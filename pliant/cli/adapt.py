@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -77,7 +76,7 @@ def adapt(
         with meant("--memory, --macs"):
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
         with meant("--lr"):
-            rate = _rate(lr)
+            rate = fewshot.as_rate(lr)
         where = task.device_of(device)
         there("--support", support)
         net = model_of("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
@@ -120,18 +119,6 @@ def _limit(given: str) -> float | str | None:
         return float(given)
     except ValueError:
         return given
-
-
-def _rate(given: str) -> float | Literal["auto"]:
-    if given == "auto":
-        return "auto"
-    try:
-        rate = float(given)
-    except ValueError:
-        rate = math.nan
-    if not 0 <= rate < math.inf:
-        raise ValueError(f"{given!r} is no learning rate: write a number like 0.004, or auto.")
-    return rate
 
 
 def _check(support: ImageSet) -> None:

@@ -4,10 +4,11 @@ Offline, `meta_train` prepares a backbone on one set of images, so that few of a
 takes the few there are, chooses what is worth training inside a budget of memory and MACs, and trains that.
 """
 
-from pliant.fewshot.adapt import Adapted, adapt, rate_for
+from pliant.fewshot.adapt import Adapted, adapt
 from pliant.fewshot.episodes import Episode, Sampling
 from pliant.fewshot.meta import MetaTrained, meta_train
 from pliant.fewshot.prototypes import SCALE, Prototypes, scale_of
+from pliant.fewshot.rates import as_rate, rate_for
 from pliant.fewshot.views import Augment, norm_of
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Prototypes",
     "Sampling",
     "adapt",
+    "as_rate",
     "meta_train",
     "norm_of",
     "rate_for",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from pliant import recipes
 from pliant.budget import Budget
 from pliant.engine.features import Features
-from pliant.fewshot.prototypes import SCALE, Prototypes, class_means
+from pliant.fewshot.prototypes import SCALE, Prototypes
+from pliant.fewshot.rates import as_rate, rate_for
 from pliant.fewshot.views import Augment, Views, needed_norm
 from pliant.images import ImageError, ImageSet, Norm
 from pliant.policy import Policy
@@ -24,8 +24,6 @@ from pliant.session import Session
 from pliant.types import Selection
 
 CLIP = 1.0  # networks without norms do not survive long steps
-_RATES = 0.001, 0.016  # where features tell the classes apart already, and where they hardly do
-_ALIKE = 0.2, 0.3  # mean cosine of images of different classes: up to here the one, from there on the other
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +90,8 @@ def adapt(
     A class of a single image is its own prototype: what it learns is to keep its changed copy near and those of other classes
     away. That works, but says nothing of how images of that class differ.
     """
-    if len(support.classes) < 2:
-        raise ImageError(f"there is nothing to tell apart: the support set has {len(support.classes)} class. Give two or more.")
-    empty = [name for label, name in enumerate(support.classes) if not bool((support.labels == label).any())]
-    if empty:
-        raise ImageError(f"no image of the class {empty[0]!r} is in the support set. Give one of each class, better several.")
-    if lr != "auto" and (isinstance(lr, str) or not 0 <= lr < math.inf):
-        raise ValueError(f"lr={lr!r} is no learning rate: give a number, or 'auto'.")
+    _check(support)
+    lr = as_rate(lr)
     norm = needed_norm(backbone, norm)
     if policy is None:
         policy = recipes.tinytrain(exact=True, seed=seed)
@@ -146,34 +139,13 @@ def adapt(
     return Adapted(model, support.classes, selection, losses, memory, predictions, rate)
 
 
-def rate_for(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> float:
-    """The learning rate for a task, by how alike its classes look before anything is trained: from (features, labels).
-
-    0.001 where images of different classes have a cosine of 0.2 or less in the mean, 0.016 from 0.3 on, and between the two by
-    the logarithm. It does not hang on how many images a class has. Where the numbers come from: docs/methods/tinytrain.md.
-
-    >>> labels = torch.arange(3)
-    >>> rate_for([(torch.eye(3), labels)], 3), rate_for([(torch.ones(3, 8), labels)], 3)
-    (0.001, 0.016)
-    """
-    labels: list[Tensor] = []
-
-    def directions() -> Iterator[tuple[Tensor, Tensor]]:
-        for features, of in batches:
-            labels.append(of)
-            yield F.normalize(features.float(), dim=1), of
-
-    means = class_means(directions(), classes)
-    counts = torch.bincount(torch.cat(labels), minlength=classes)
-    sums = means * counts[:, None]
-    pairs = int(counts.sum()) ** 2 - int(counts.square().sum())
-    if not pairs:
-        raise ValueError("a rate for a task needs images of two classes or more.")
-    alike = float(sums.sum(0).square().sum() - sums.square().sum()) / pairs
-    if not math.isfinite(alike):
-        raise ValueError("the backbone's features are not all numbers: there is no rate for that.")
-    (low, high), (small, large) = _ALIKE, _RATES
-    return float(small * (large / small) ** min(max((alike - low) / (high - low), 0.0), 1.0))
+def _check(support: ImageSet) -> None:
+    """There must be classes to tell apart, and images of each."""
+    if len(support.classes) < 2:
+        raise ImageError(f"there is nothing to tell apart: the support set has {len(support.classes)} class. Give two or more.")
+    empty = [name for label, name in enumerate(support.classes) if not bool((support.labels == label).any())]
+    if empty:
+        raise ImageError(f"no image of the class {empty[0]!r} is in the support set. Give one of each class, better several.")
 
 
 @dataclass(frozen=True, eq=False)
