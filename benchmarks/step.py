@@ -7,8 +7,9 @@
 Every way has a copy of the network to itself and takes whole steps (gradients to none, forward, backward, SGD with momentum).
 `full, eager` and `plain freezing` are loops as anyone writes them: `requires_grad` as chosen, norms at rest where nothing is
 chosen. All others are `Session.step` on the engine that is named, with everything that a session does around a step. The last
-quarter or half of the parameter tensors is chosen. `cache`: every batch was seen before, features in the memory of the device.
-GPU: bfloat16 autocast and channels-last for images in all ways.
+quarter or half of the parameter tensors is chosen; or, with holes, the weights of one layer in five of that half. `cache`:
+every batch was seen before, features in the memory of the device. GPU: bfloat16 autocast and channels-last for images in all
+ways.
 
 Ways take turns. CPU: CPU time of one thread, the fastest of each. GPU: synchronised wall time, medians.
 """
@@ -40,7 +41,7 @@ from pliant.norms import Norms
 
 NETWORKS = ("mobilenet_v2", "efficientnet_lite0", "resnet50", "vit_tiny", "text_encoder")
 BATCHES = (4, 8, 32, 64)
-SHARES = {"last quarter": 0.25, "last half": 0.5}
+CHOICES = ("last quarter", "last half", "one layer in five of the last half")
 ON_CPU = ("prefix", "lean", "lean+prefix", "prefix, cache", "auto")
 ON_CUDA = ("prefix", "lean", "graphs", "prefix+graphs", "lean+graphs", "prefix+graphs, cache", "auto")
 WARM = 16  # steps, so that "auto" has made up its mind
@@ -85,7 +86,15 @@ def session(model: nn.Module, batch: Any, loss: Any, chosen: set[str], way: str,
     return mine, lambda: mine.step(batch, ids)
 
 
-def cell(name: str, size: int, share: str, setting: dict[str, Any]) -> dict[str, Any]:
+def chosen_of(choice: str, params: dict[str, nn.Parameter]) -> set[str]:
+    names = list(params)
+    if choice == "last quarter":
+        return set(names[int(len(names) * 0.75) :])
+    half = names[int(len(names) * 0.5) :]
+    return set(half if choice == "last half" else [name for name in half if params[name].dim() > 1][::-5])
+
+
+def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str, Any]:
     device = setting["device"]
     torch.manual_seed(0)
     model = build(name, setting["pixels"]).to(device)
@@ -94,7 +103,7 @@ def cell(name: str, size: int, share: str, setting: dict[str, Any]) -> dict[str,
         model = model.to(memory_format=torch.channels_last)
         batch = batch[0].to(memory_format=torch.channels_last), batch[1]
     loss, names = loss_on(device), list(trainable(model))
-    chosen = set(names[int(len(names) * (1 - SHARES[share])) :])
+    chosen = chosen_of(choice, trainable(model))
     steps: dict[str, Callable[[], Any]] = {
         "full, eager": plain_loop(copy.deepcopy(model), batch, loss, set(names)),
         "plain freezing": plain_loop(copy.deepcopy(model), batch, loss, chosen),
@@ -122,7 +131,7 @@ def cell(name: str, size: int, share: str, setting: dict[str, Any]) -> dict[str,
     notes = {way: dict(mine.why_not) for way, mine in sessions.items()}
     for mine in sessions.values():
         mine.close()
-    return {"network": name, "batch": size, "chosen": share, "seconds": seconds, "ran": ran, "why_not": notes}
+    return {"network": name, "batch": size, "chosen": choice, "seconds": seconds, "ran": ran, "why_not": notes}
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -150,7 +159,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=None, help="per side (128, or 224 on a GPU)")
     parser.add_argument("--batches", type=int, nargs="+", default=None)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=None, help="just these")
-    parser.add_argument("--shares", nargs="+", choices=list(SHARES), default=list(SHARES))
+    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
     parser.add_argument("--ways", nargs="+", default=None, help="engines to try, like 'prefix, cache' or 'lean+graphs'")
     parser.add_argument("--repeats", type=int, default=None)
     parser.add_argument("--out", type=Path, default=None)
@@ -159,7 +168,7 @@ def main() -> None:
     cuda = args.device == "cuda"
     if args.quick:
         args.networks, args.batches = args.networks or ["mobilenet_v2"], args.batches or [8]
-        args.shares, args.repeats = ["last quarter"], args.repeats or 3
+        args.choices, args.repeats = ["last quarter"], args.repeats or 3
     setting = {
         "device": args.device,
         "pixels": args.pixels or (224 if cuda else 128),
@@ -172,9 +181,9 @@ def main() -> None:
     known = {(c["network"], c["batch"], c["chosen"]) for c in done}
     for name in args.networks or NETWORKS:
         for size in args.batches or BATCHES:
-            for share in args.shares:
-                if (name, size, share) not in known:
-                    done.append(cell(name, size, share, setting))
+            for choice in args.choices:
+                if (name, size, choice) not in known:
+                    done.append(cell(name, size, choice, setting))
                     record.save(out, setting, done, table(done))
                     print(table(done[-1:]), flush=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -759,8 +760,15 @@ class Emulated:
 
     def norm_(self, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Any) -> torch.Tensor:
         self.clips.append(clip)
+        return values.copy_(self._normed(values, scale, shift, clip))
+
+    def norm(self, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Any) -> torch.Tensor:
+        self.clips.append(clip)
+        return self._normed(values, scale, shift, clip).to(values.dtype)
+
+    def _normed(self, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Any) -> torch.Tensor:
         normed = values.float() * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
-        return values.copy_(normed if clip is None else normed.clamp(*clip))
+        return normed if clip is None else normed.clamp(*clip)
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU6, nn.ReLU, nn.SiLU, partial(nn.Hardtanh, -0.5, 0.25)])
@@ -787,6 +795,89 @@ def test_a_norm_and_the_clipping_after_it_in_one_kernel_give_what_the_model_give
         with torch.no_grad():
             for tensor in (*model[:-1].parameters(), *(one for one in model.buffers() if one.is_floating_point())):
                 tensor.mul_(1.5)
+
+
+IN_PLACE = partial(nn.ReLU6, inplace=True)
+
+
+def holed(activation: Any = IN_PLACE) -> nn.Sequential:
+    """Of five layers and a head, the second, the fifth and the head train."""
+    model = deep(5, activation)
+    for number in (1, 4):
+        model[3 * number].requires_grad_(True)
+    return model
+
+
+def grads_of(model: nn.Module, run: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = run()
+    loss.backward()
+    return [loss.detach(), *[param.grad.clone() for param in model.parameters() if param.grad is not None]]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("activation", [IN_PLACE, nn.ReLU6, partial(nn.ReLU, inplace=True), nn.SiLU])
+def test_norms_at_rest_between_what_is_chosen_run_in_one_kernel(
+    activation: Any, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the clipping after them where that is in place: then nobody can see what it is before. Also after a change."""
+    kernels = Emulated()
+    monkeypatch.setattr(follow, "norm_kernels", lambda kind: kernels)
+    model, batch = holed(activation), torch.randn(SAMPLES, 3, 6, 6)
+    prefix = Prefix(model, Features("1MB") if cached else None)
+    ids = range(SAMPLES) if cached else None
+    for step in range(4):
+        kernels.clips.clear()
+        ours = grads_of(model, lambda: prefix.run(lambda: model(batch).square().mean(), batch, ids, rests=True))
+        if step:
+            limits = {"ReLU6": (0.0, 6.0), "ReLU": (0.0, math.inf)}.get(type(model[2]).__name__)
+            is_fused = getattr(model[2], "inplace", False) and limits is not None
+            assert kernels.clips == [limits if is_fused else None] * 4  # of the second, third, fourth and fifth layer
+        plain = grads_of(model, lambda: model(batch).square().mean())
+        assert len(ours) == len(plain) == 5
+        for mine, its in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, its)
+        if step == 2:
+            with torch.no_grad():
+                for tensor in (model[7].weight, model[10].running_var, model[10].bias):
+                    tensor.mul_(1.5)
+    assert prefix.reasons == {}
+
+
+def test_a_norm_at_rest_is_left_to_pytorch_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Emulated()
+    monkeypatch.setattr(follow, "norm_kernels", lambda kind: kernels)
+    model, batch = holed(), torch.randn(4, 3, 6, 6)
+    model[7].weight.requires_grad_(True)
+    prefix = Prefix(model)
+    for rests, expected in ((True, 0), (True, 3), (False, 0)):  # a norm that trains is not at rest
+        kernels.clips.clear()
+        ours = grads_of(model, lambda rests=rests: prefix.run(lambda: model(batch).square().mean(), batch, rests=rests))
+        assert len(kernels.clips) == expected
+        for mine, its in zip(ours, grads_of(model, lambda: model(batch).square().mean()), strict=True):
+            torch.testing.assert_close(mine, its)
+
+
+def test_what_comes_behind_the_part_may_change_though_a_clipping_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other functions than those that were recorded: the pass goes on plainly, and so do those after it."""
+    kernels = Emulated()
+    monkeypatch.setattr(follow, "norm_kernels", lambda kind: kernels)
+    torch.manual_seed(0)
+    layers, batch = holed(), torch.randn(4, 3, 6, 6)
+    skipped: set[int] = set()
+
+    def forward() -> torch.Tensor:
+        x = batch
+        for number, layer in enumerate(layers):
+            x = x if number in skipped else layer(x)
+        return x.square().mean()
+
+    prefix = Prefix(layers)
+    for skips in (set[int](), set[int](), {8}, {8}, {8, 11}, {6, 7, 8}, set[int](), set[int](), {14, 15}):
+        skipped = skips
+        ours = grads_of(layers, lambda: prefix.run(forward, batch, rests=True))
+        for mine, its in zip(ours, grads_of(layers, forward), strict=True):
+            torch.testing.assert_close(mine, its)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
@@ -879,3 +970,30 @@ def test_on_cuda_a_norm_and_the_clipping_after_it_are_one_kernel(monkeypatch: py
     for ours in (eager, captured):
         assert (ours != plain).float().mean() < 0.05  # a tie may be rounded the other way
         torch.testing.assert_close(ours, plain, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("activation", [IN_PLACE, nn.SiLU])
+def test_on_cuda_norms_at_rest_between_what_is_chosen_are_one_kernel_there_and_one_back(
+    activation: Any, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    kernels, calls = follow.norm_kernels("cuda"), []
+    assert kernels is not None
+    norm = kernels.norm
+    monkeypatch.setattr(kernels, "norm", lambda *given: calls.append(given[3]) or norm(*given))
+    model = holed(activation).cuda().to(memory_format=torch.channels_last)
+    batch = torch.randn(4, 3, 6, 6, device="cuda").contiguous(memory_format=torch.channels_last)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            return model(batch).float().square().mean()
+
+    prefix, near = Prefix(model), {"rtol": 0.1, "atol": 0.02} if half else {"rtol": 1e-3, "atol": 1e-4}
+    plain = grads_of(model, forward)
+    for step in range(3):
+        ours = grads_of(model, lambda: prefix.run(forward, batch, rests=True))
+        assert len(calls) == 4 * step
+        for mine, its in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, its, **near)

@@ -319,13 +319,19 @@ class Engine:
             return forward()
         if not self._prefix.knows(batch, ids, self._sliced):
             self._rehearse(batch, ids)
-        return self._prefix.run(forward, batch, ids, self._sliced, found)
+        return self._prefix.run(forward, batch, ids, self._sliced, found, self._rests)
 
     def _rehearse(self, batch: Any, ids: Any) -> None:
         """One pass that leaves no trace, so that the program is known and every step of a choice runs the same way."""
         spare = map_tensors(batch, torch.clone)
         with sandbox(self._model):
-            self._prefix.run(lambda: compute_loss(self._model, self._loss, spare), spare, ids, self._sliced)
+            self._prefix.run(lambda: compute_loss(self._model, self._loss, spare), spare, ids, self._sliced, rests=self._rests)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether norms at rest have kernels of ours: where a step is one launch, so that Python costs nothing, and where
+        nobody packs what is kept."""
+        return self.way.graphs and not self.way.lean
 
     def forward(self) -> AbstractContextManager[Any]:
         """What a forward pass runs inside of; tell `after` of it when it is done."""

@@ -15,6 +15,8 @@ from pliant.engine import depthwise
 from pliant.engine.channels import nothing
 from pliant.engine.plan import ANY_LAYOUT, HALF, Plan, Weights
 from pliant.engine.program import (
+    FORM,
+    LAYOUT,
     Call,
     Value,
     name_of,
@@ -67,12 +69,16 @@ class _Mode(TorchFunctionMode):
 
     leak = LEAKS
 
-    def __init__(self, plan: Plan, batch: list[torch.Tensor], checks: bool) -> None:
+    def __init__(self, plan: Plan, batch: list[torch.Tensor], weights: Weights, checks: bool, rests: bool) -> None:
+        """`checks`: whether every call has to read what it read when the program was recorded. `rests`: whether norms at rest
+        that gradients go through run in kernels of ours, where there are such: that costs Python more, and keeps results."""
         super().__init__()
         self.plan = plan
         self.strayed: str | None = None
         self._at = 0
-        self._checks = checks  # whether every call has to read what it read when the program was recorded
+        self._checks, self._weights = checks, weights
+        self._rests = rests and bool(plan.resting)
+        self._clipped: tuple[int, torch.Tensor] | None = None  # where a clipping is due, and what is clipped already
         self._known: dict[int, tuple[ref[torch.Tensor], int]] = {}  # tensors by id
         number = 0
         for tensor in batch if checks else ():
@@ -83,10 +89,16 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         at, plan = self._at, self.plan
-        if self.strayed is not None or (at >= plan.end and not self._checks):
+        is_behind = at >= plan.end and not self._checks
+        if self.strayed is not None or (is_behind and not self._rests and self._clipped is None):
             return _run(func, args, kwargs)
         call = plan.calls[at] if at < len(plan.calls) else None
-        if call is None or call.func != func:
+        is_other = call is None or call.func != func
+        if is_behind:
+            self._rests &= not is_other  # there it may be another program
+            self._at += not is_other
+            return self.outside(at, func, args, kwargs)
+        if call is None or is_other:
             expected = "the end" if call is None else name_of(call.func)
             with unwatched():
                 self.stray(f"the program changed: {name_of(func)} came instead of {expected}")
@@ -97,11 +109,51 @@ class _Mode(TorchFunctionMode):
     def call(self, at: int, call: Call, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def outside(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that is not of the part."""
+        if self._clipped is not None:
+            with unwatched():
+                return self._take_clipped(at, func, args, kwargs)
+        if self._rests and at in self.plan.resting:
+            with unwatched():
+                out = self._rested(at, args, kwargs)
+            if out is not None:
+                return out
+        return _run(func, args, kwargs)
+
+    def _take_clipped(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call that clips gives, if it is that: its input is clipped already."""
+        if self._clipped is None or name_of(func) in FORM or name_of(func) in LAYOUT:
+            return func(*args, **kwargs)
+        (due, clipped), self._clipped = self._clipped, None
+        if at != due or func != self.plan.calls[due].func or not args or args[0] is not clipped:
+            raise Strayed(f"the program changed: {name_of(func)} came where a clipping was due")
+        return clipped
+
+    def _rested(self, at: int, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """A norm at rest that gradients go through, and the clipping after it."""
+        plan, (tensors, plain) = self.plan, split(args, kwargs)
+        input, kernels = tensors[0], norm_kernels(tensors[0].device.type)
+        frees = input.requires_grad and torch.is_grad_enabled() and not any(one.requires_grad for one in tensors[1:])
+        if kernels is None or not frees or plain != plan.calls[at].plain or not kernels.serves(input):
+            return None
+        norm = _norm_settings(*args, **kwargs)
+        norm = *norm, plan.counter(norm[0])
+        if not self._weights.has_line(norm) and input.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # what is made once is not made in a captured step
+        due, low, high = plan.resting[at]
+        out: torch.Tensor = kernels.norm(input, *self._weights.line(plan, norm), (low, high) if due >= 0 else None)
+        if due >= 0:
+            self._clipped = due, out
+        return out
+
     def stray(self, why: str) -> None:
         self.strayed = why
 
     def close(self) -> None:
         """The forward pass is over."""
+        if self._clipped is not None:
+            raise Strayed("the program changed: no clipping came where one was due")
 
     def leaks(self) -> bool:
         """Whether tensors without values live on."""
@@ -135,8 +187,10 @@ class _Mode(TorchFunctionMode):
 class Hit(_Mode):
     """The part does not run: what it hands on is there already."""
 
-    def __init__(self, plan: Plan, batch: list[torch.Tensor], found: tuple[torch.Tensor, ...]) -> None:
-        super().__init__(plan, batch, checks=True)
+    def __init__(
+        self, plan: Plan, batch: list[torch.Tensor], weights: Weights, found: tuple[torch.Tensor, ...], rests: bool
+    ) -> None:
+        super().__init__(plan, batch, weights, checks=True, rests=rests)
         self._found = [_laid_out(tensor, plan.values[number]) for tensor, number in zip(found, plan.frontier, strict=True)]
         self._empty: list[ref[torch.Tensor]] = []
 
@@ -148,6 +202,7 @@ class Hit(_Mode):
 
     def close(self) -> None:
         self._found = []
+        super().close()
 
     def call(self, at: int, call: Call, args: Any, kwargs: Any) -> Any:
         with unwatched():
@@ -164,7 +219,7 @@ class Hit(_Mode):
                 )
                 self.note(call, given, out)
                 return out
-        out = _run(call.func, args, kwargs)
+        out = self.outside(at, call.func, args, kwargs)
         with unwatched():
             self.note(call, given, out)
         return out
@@ -184,15 +239,13 @@ class Miss(_Mode):
 
     leak = KEPT
 
-    def __init__(self, plan: Plan, batch: list[torch.Tensor], weights: Weights, keeps: bool) -> None:
-        super().__init__(plan, batch, checks=keeps)
+    def __init__(self, plan: Plan, batch: list[torch.Tensor], weights: Weights, keeps: bool, rests: bool) -> None:
+        super().__init__(plan, batch, weights, checks=keeps, rests=rests)
         self.handed_on: dict[int, tuple[torch.Tensor, int]] = {}
-        self._weights = weights
         self._is_odd = plan.channels_last or plan.dtype is not None
         self._odd: dict[int, tuple[ref[torch.Tensor], Value]] = {}  # tensors that lie otherwise than they would have
         self._waiting: _Waiting | None = None
         self._empty: list[ref[torch.Tensor]] = []
-        self._clipped: tuple[int, torch.Tensor] | None = None  # where a clipping is due, and what is clipped already
 
     def stray(self, why: str) -> None:
         self.strayed = why
@@ -205,6 +258,7 @@ class Miss(_Mode):
     def close(self) -> None:
         self._make_up()
         self._lay_out_all()
+        super().close()
 
     def leaks(self) -> bool:
         return any(tensor() is not None for tensor in self._empty)
@@ -235,7 +289,7 @@ class Miss(_Mode):
                 self._make_up()
                 self._lay_out(args, kwargs)
                 self._hand_on(call, given)
-        out = _run(func, args, kwargs)
+        out = self.outside(at, func, args, kwargs)
         if checks and self.strayed is None:
             with unwatched():
                 self.note(call, given, out)
@@ -268,11 +322,7 @@ class Miss(_Mode):
                 return self._odd_or_not(out, call)
         self._make_up()
         if self._clipped is not None:
-            due, clipped = self._clipped
-            if at != due or not args or args[0] is not clipped:
-                self.stray(f"the program changed: {name_of(func)} came where a clipping was due")
-            self._clipped = None
-            return self._odd_or_not(clipped, call)
+            return self._odd_or_not(self._take_clipped(at, func, args, kwargs), call)
         if name_of(func) not in ANY_LAYOUT and func is not F.linear:
             self._lay_out(args, kwargs)
             return func(*args, **kwargs)

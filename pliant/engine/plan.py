@@ -61,6 +61,7 @@ class Plan:
         self.folds = self._find_folds()
         self.norms = set(self.folds.values())
         self.clips = self._find_clips()
+        self.resting = self._find_resting()
         self.channels_last = not program.is_blind and self._is_last_worth_it()
         leaves = [leaf for leaf in (one() for one in self.leaves) if leaf is not None]
         names_of_leaves = tuple([names[leaf] if leaf in names else names.setdefault(leaf, next(NEW)) for leaf in leaves])
@@ -160,20 +161,35 @@ class Plan:
 
     def _find_clips(self) -> dict[int, tuple[int, float, float]]:
         """Norms behind a convolution after which nothing but a clipping comes: position → its position, and its limits."""
-        clips = {}
-        for at in self.norms:
-            number = self.calls[at].makes[0]
-            after = next((i for i in range(at + 1, len(self.calls)) if self.calls[i].kind not in ("form", "layout")), -1)
-            if self.values[number].readers != [after] or number in self.program.kept:
+        clips = {at: self._clipping(at) for at in self.norms if self.calls[at].makes[0] not in self.program.kept}
+        return {at: clip for at, clip in clips.items() if clip[0] >= 0 and self.calls[clip[0]].kind == "part"}
+
+    def _clipping(self, at: int) -> tuple[int, float, float]:
+        """Where what a call gives is clipped, before anything else is done with it, and its limits; -1: nowhere."""
+        number = self.calls[at].makes[0]
+        after = next((i for i in range(at + 1, len(self.calls)) if self.calls[i].kind not in ("form", "layout")), -1)
+        call, nowhere = self.calls[after], (-1, 0.0, 0.0)
+        limits = _CLIPS.get(call.func)
+        if limits is None or self.values[number].readers != [after] or call.reads != (number,):
+            return nowhere
+        numbers = [one for one in call.plain if isinstance(one, float)]
+        low, high = numbers if call.func in _WITH_LIMITS and len(numbers) == 2 else limits
+        return (after, low, high) if low < high and (call.func not in _WITH_LIMITS or len(numbers) == 2) else nowhere
+
+    def _find_resting(self) -> dict[int, tuple[int, float, float]]:
+        """Norms at rest that are not in the part, whose parameters are not chosen and which gradients go through: position →
+        that of the clipping in place after it, or -1, and its limits."""
+        found = {}
+        for at, call in enumerate(self.calls):
+            is_norm = call.func is F.batch_norm and call.kind == "outside" and not call.changes and len(call.makes) == 1
+            leaves = [self.program.leaves[~number]() for number in call.reads[1:] if number < 0]
+            if not is_norm or len(leaves) != len(call.reads) - 1 or True in [one is True for one in call.plain]:
                 continue
-            call = self.calls[after]
-            limits = _CLIPS.get(call.func)
-            if limits is not None and call.kind == "part" and call.reads == (number,):
-                numbers = [one for one in call.plain if isinstance(one, float)]
-                low, high = numbers if call.func in _WITH_LIMITS and len(numbers) == 2 else limits
-                if low < high and (call.func not in _WITH_LIMITS or len(numbers) == 2):
-                    clips[at] = after, low, high
-        return clips
+            if all(leaf is not None and not leaf.requires_grad for leaf in leaves):
+                due, low, high = self._clipping(at)
+                # In place, what the norm gives is what is clipped: nobody can hold on to anything else.
+                found[at] = (due, low, high) if due >= 0 and self.calls[due].same == (0,) else (-1, 0.0, 0.0)
+        return found
 
     def _is_last_worth_it(self) -> bool:
         """Whether more convolutions profit than tensors have to be laid out anew."""
@@ -230,8 +246,13 @@ class Weights:
         """What a norm multiplies each channel with, and what it adds."""
         return self._get(plan, _line, norm, ("line",), lambda tensor: tensor)  # type: ignore[return-value]
 
+    def has_line(self, norm: tuple[Any, ...]) -> bool:
+        """Whether that was made already."""
+        made = self._made.get(_key(norm, ("line",)))
+        return made is not None and made.is_of([one for one in norm if isinstance(one, torch.Tensor)])
+
     def _get(self, plan: Plan, make: Any, sources: tuple[Any, ...], how: tuple[Any, ...], keep: Any) -> Any:
-        key = *[id(one) if isinstance(one, torch.Tensor) else one for one in sources], *how
+        key = _key(sources, how)
         tensors = [one for one in sources if isinstance(one, torch.Tensor)]
         made = self._made.get(key)
         if made is None or not made.is_of(tensors):
@@ -240,6 +261,10 @@ class Weights:
             made.refresh()
         plan.weights[key] = made
         return made.tensors
+
+
+def _key(sources: tuple[Any, ...], how: tuple[Any, ...]) -> Hashable:
+    return *[id(one) if isinstance(one, torch.Tensor) else one for one in sources], *how
 
 
 def _places(sources: Sequence[Any]) -> tuple[Any, ...]:

@@ -4,7 +4,8 @@ The program of a forward pass is recorded once (see `program`) and followed in l
 that needs no gradient run without other modes, channels-last, and with batch norms folded into the convolutions before them, or
 on CUDA in one kernel with the clipping after them; weights that are rounded are left as they are. On a hit in the feature cache
 they do not run, and tensors without memory stand for what nobody reads. Every other call runs as the user wrote it, on values
-that lie in memory as they would have. Where a pass strays from its program, it goes on plainly.
+that lie in memory as they would have; but norms at rest between what is chosen may run in such kernels, too. Where a pass
+strays from its program, it goes on plainly.
 """
 
 from __future__ import annotations
@@ -93,11 +94,13 @@ class Prefix:
         ids: Sequence[Hashable] | torch.Tensor | None = None,
         choice: Hashable = None,
         found: Found | None = None,
+        rests: bool = False,
     ) -> torch.Tensor:
         """forward() (the user's loss of this batch), what needs no gradient as inference or from the cache.
 
         `choice` stands for what is chosen besides whole parameters: with another one, other programs apply. `found` is what
-        `find` found, if that was asked before: what it gives is then taken from there.
+        `find` found, if that was asked before: what it gives is then taken from there. `rests`: norms at rest between what is
+        chosen run in one kernel there and one back, where there are such.
         """
         if self._strayed >= _STRAYED + self._followed // 20:
             self.reasons["prefix"] = "the program changes from step to step"
@@ -119,7 +122,7 @@ class Prefix:
         if is_cached and found is None and self.features is not None:
             with unwatched():
                 rows = self._look_up(self.features, plan, tensors, ids)
-        return self._follow(key, plan, forward, tensors, ids if is_cached else None, rows)
+        return self._follow(key, plan, forward, tensors, ids if is_cached else None, rows, rests)
 
     def find(self, batch: Any, ids: Any, choice: Hashable = None) -> Found | None:
         """What the cache holds for a batch, without running anything; None where its program is not known or not kept."""
@@ -167,7 +170,7 @@ class Prefix:
             out = forward()
         with unwatched():
             plan = Plan(recorder.program(), self.model, self._names, self.dtype)
-            for kind in {tensor.device.type for tensor in batch} if plan.folds else ():
+            for kind in {tensor.device.type for tensor in batch} if plan.folds or plan.resting else ():
                 norm_kernels(kind)
         self._programs[key] = plan
         while len(self._programs) > _PROGRAMS:
@@ -183,12 +186,22 @@ class Prefix:
             self.reasons["cache"] = plan.program.uncacheable
 
     def _follow(
-        self, key: Hashable, plan: Plan, forward: Callable[[], torch.Tensor], batch: list[torch.Tensor], ids: Any, found: Any
+        self,
+        key: Hashable,
+        plan: Plan,
+        forward: Callable[[], torch.Tensor],
+        batch: list[torch.Tensor],
+        ids: Any,
+        found: Any,
+        rests: bool,
     ) -> torch.Tensor:
         program = plan.program
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         drawn = random_state() if found is not None and not captures else None
-        mode = Hit(plan, batch, found) if found is not None else Miss(plan, batch, self._weights, ids is not None)
+        if found is not None:
+            mode: Hit | Miss = Hit(plan, batch, self._weights, found, rests)
+        else:
+            mode = Miss(plan, batch, self._weights, ids is not None, rests)
         try:
             try:
                 with mode:

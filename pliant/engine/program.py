@@ -22,12 +22,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # fmt: off
 # What may be asked of a tensor without looking at its values. The second kind also tells how it lies in memory.
-_FORM = frozenset((
+FORM = frozenset((
     "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "device", "get_device", "is_cuda", "is_cpu",
     "is_floating_point", "is_complex", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_mps", "is_xla",
     "layout", "names", "requires_grad", "is_leaf", "grad_fn", "grad", "retains_grad", "is_inference", "is_same_size",
 ))
-_LAYOUT = frozenset((
+LAYOUT = frozenset((
     "dtype", "stride", "is_contiguous", "storage_offset", "element_size", "itemsize", "nbytes", "is_signed", "_version",
 ))
 # The shape of what these give hangs on values.
@@ -286,8 +286,8 @@ class Recorder(TorchFunctionMode):
         name, at, read = name_of(call.func), len(self.calls), [self.values[number] for number in call.reads if number >= 0]
         self.calls.append(call)
         made, _ = split(out)
-        if not made and not changed and (name in _FORM or name in _LAYOUT) and getattr(call.func, "__name__", "") != "__set__":
-            call.kind = "form" if name in _FORM else "layout"
+        if not made and not changed and (name in FORM or name in LAYOUT) and getattr(call.func, "__name__", "") != "__set__":
+            call.kind = "form" if name in FORM else "layout"
             call.answer = out if call.kind == "layout" else None  # the answer to `grad_fn` would keep everything alive
             return
         if any(tensor in self._stale for tensor in given):
