@@ -10,7 +10,8 @@
 
 Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
 `…, solver greedy`, `…, every 100`, `…, grows 25-4`, `…, start head`, `…, probe 4`, `…, state drop`, `…, engine plain`,
-`…, norm frozen`, `…, memory 200MB`, `…, epochs 6`. `…, ramp 0.8-0.2` lets the share fall from the first step to the last;
+`…, norm frozen`, `…, memory 200MB`, `…, epochs 6`, `…, power 1` (`solve.tempered`). `…, ramp 0.8-0.2` lets the share fall
+from the first step to the last;
 `…, wide 0.4` trains everything for the first 0.4 of the run, and chooses then.
 `…, cache 4` gives each image four fixed views, and keeps what is computed before the choice.
 """
@@ -58,6 +59,7 @@ CHANGES: dict[str, Change] = {
     "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=True, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
+    "power": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(solve.milp(gap=1e-4), float(word)))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
     "wide": lambda policy, word: _wide(policy, float(word)),
 }

@@ -2,7 +2,7 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | unbiased update gain, smoothed | measured | exact, several budgets, filled up | on drift |
+| `pliant` | layers | unbiased update gain, smoothed | measured | exact for tempered values, filled up | on drift |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
@@ -34,7 +34,7 @@ def pliant(
         units.layers(),
         score.update_gain(cross=True, batches=2, smooth=0.5),
         timed,
-        solve.filled(solve.milp(gap=1e-4)),
+        solve.filled(solve.tempered(solve.milp(gap=1e-4))),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
         Budget(time=time, memory=memory, macs=macs),
         seed=seed,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, problems
 
-from pliant.solve import Problem, Solver, cycle, filled, fixed, freeze, greedy, knapsack, milp, sample, with_ends
+from pliant.solve import Problem, Solver, cycle, filled, fixed, freeze, greedy, knapsack, milp, sample, tempered, with_ends
 
 TIE = 1e-6  # HiGHS calls two values equal below this share of the largest one
 
@@ -177,6 +177,7 @@ SOLVERS = {
     "sample three": sample(3),
     "cycle": cycle(2),
     "filled": filled(milp()),
+    "tempered": tempered(milp()),
 }
 
 
@@ -433,6 +434,18 @@ def test_what_is_left_goes_to_units_without_a_known_value_from_the_loss_outwards
     assert names(wide, filled(milp())(wide)) == "abcef"
     nothing = problem([-1, -9], np.eye(2), [[1, 1]], [5])
     assert names(nothing, filled(milp())(nothing)) == "", "what to choose where nothing is known is for the caller to say"
+
+
+def test_tempered_values_prefer_many_that_are_cheap_to_one_that_is_dear() -> None:
+    some = problem([20, 1, 1, 1, -5, 0], np.eye(6), [[3, 1, 1, 1, 1, 1]], [3])
+    assert names(some, milp()(some)) == "a"
+    assert names(some, tempered(milp())(some)) == "bcd", "the fourth root of 20 is 2.1"
+    assert names(some, tempered(milp(), 1)(some)) == "a"
+    assert names(some, tempered(milp(), 0)(some)) == "bcd", "neither what loses nor what has no gradient"
+    assert names(at(some, 100), tempered(milp())(at(some, 100))) == "abcd"
+    for power in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="from 0, where every unit counts the same"):
+            tempered(milp(), power)
 
 
 def test_filling_changes_nothing_where_the_solver_leaves_no_room() -> None:

@@ -6,7 +6,7 @@ units that need it is chosen (`profile.Charge`). Pure numpy and scipy.
 
 from pliant.solve.exact import knapsack, milp
 from pliant.solve.problem import SLACK, Array, Mask, Problem, Solver
-from pliant.solve.rules import filled, fixed, greedy, within_layers
+from pliant.solve.rules import filled, fixed, greedy, tempered, within_layers
 from pliant.solve.turns import cycle, freeze, sample, takes_turns, with_ends
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "milp",
     "sample",
     "takes_turns",
+    "tempered",
     "with_ends",
     "within_layers",
 ]
