@@ -13,6 +13,8 @@ _CHANCE = 10  # steps after which a correction must have shown
 _FEW = 5  # steps: the capture of a choice may be most of what fewer of them took
 _SURE = 3  # looks that say the same: a slow moment of the device is no reason for another choice where that is costly
 _LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
+_SLOPES = 0.5, 4.0  # of measured over predicted: how much seconds may grow with their prediction
+_APART = 0.02  # relative: predictions that are nearer to each other than that tell no slope
 _FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
 
@@ -35,6 +37,7 @@ class Round:
     predicted_bytes: int = 0
     measured_bytes: int | None = None
     batch: int = 0
+    typical: float | None = None  # seconds of a step, by the last look
 
     @property
     def measured(self) -> float | None:
@@ -67,6 +70,8 @@ class Feedback:
     looks: list[float] = field(default_factory=list)  # seconds of a step, by the last looks at the selection in force
     rounds: list[Round] = field(default_factory=list)
     peaks: list[tuple[int, int]] = field(default_factory=list)  # bytes of steps, predicted and measured: the last two
+    costly: bool = False  # whether another choice is
+    since: int = 0  # the first of the rounds whose predictions are by the prices that are in force
 
     def begin(self, round: Round) -> None:
         """Another selection is in force."""
@@ -76,7 +81,7 @@ class Feedback:
     def predict(self, seconds: float) -> None:
         """So much is predicted of the selection in force now: prices are better known."""
         if self.rounds:
-            self.rounds[-1].predicted = seconds
+            self.rounds[-1].predicted, self.since = seconds, len(self.rounds) - 1
 
     def expect(self, seconds: float) -> None:
         """Steps of the selection in force will take so long: the engine that runs them is another one than before."""
@@ -109,8 +114,9 @@ class Feedback:
             seen = middle / now.predicted
             at_once = left > 0 or (self.recent is None and len(self.rounds) == 1)
             self.ratio = seen if at_once else (self.ratio + seen) / 2
+        self.costly = left > 0
         if tells:
-            self.recent = middle if left > 0 else fmean(tame)
+            self.recent, now.typical = middle if left > 0 else fmean(tame), middle
             self.looks = [*self.looks, self.recent][-_SURE:]
         self.horizon = max(_PAY_BACK, pause / self.recent if self.recent else 0.0, left / 2)
         now.seconds += sum(seconds)
@@ -123,7 +129,25 @@ class Feedback:
 
     def correction(self, asked: float) -> float:
         """What to plan for, over what was asked."""
-        return self.target(asked) / asked / self.ratio
+        target, line = self.target(asked), self._line()
+        if line is None:
+            return target / asked / self.ratio
+        predicted, seconds, slope = line
+        return max(predicted + (target - seconds) / slope, _LEAST * target / self.ratio) / asked
+
+    def _line(self) -> tuple[float, float, float] | None:
+        """Where another choice is costly and two have run: what was predicted of this one, what it takes, and how much seconds
+        grow with their prediction from one to the other. Prices that are wrong for some layers are wrong for this choice and
+        right for that one: a ratio alone, and it swings to and fro."""
+        if not self.costly or len(self.rounds) <= self.since or self.rounds[-1].typical is None:
+            return None
+        now, seconds = self.rounds[-1], self.rounds[-1].typical
+        for other in reversed(self.rounds[self.since : -1]):
+            apart = now.predicted - other.predicted
+            if other.typical is not None and abs(apart) > _APART * now.predicted > 0:
+                least, most = (share * seconds / now.predicted for share in _SLOPES)
+                return now.predicted, seconds, min(max((seconds - other.typical) / apart, least), most)
+        return None
 
     def is_off(self, asked: float, toll: float = 0.0) -> bool:
         """Whether steps take so much more or less than they should that planning again is worth it. Where another choice has a
@@ -150,7 +174,10 @@ class Feedback:
     def _expected(self, predicted: float) -> float:
         """What a step takes of which so much is predicted: what it took when it ran in this round, if it did."""
         ran = [r for r in self.rounds if r.number == self.rounds[-1].number and r.predicted == predicted and r.steps]
-        return sum(r.seconds for r in ran) / sum(r.steps for r in ran) if ran else predicted * self.ratio
+        if ran:
+            return sum(r.seconds for r in ran) / sum(r.steps for r in ran)
+        line = self._line()
+        return predicted * self.ratio if line is None else line[1] + (predicted - line[0]) * line[2]
 
     def is_stuck(self, asked: float) -> bool:
         """Whether so much was saved that a step may take all that it ever may, and steps still take less than was asked."""
@@ -209,6 +236,7 @@ class Feedback:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Feedback:
-        rounds = [Round(**{f.name: saved[f.name] for f in fields(Round)}) for saved in state["rounds"]]
+        rounds = [Round(**{f.name: saved[f.name] for f in fields(Round) if f.name in saved}) for saved in state["rounds"]]
         peaks = [(predicted, measured) for predicted, measured in state["peaks"]]
-        return cls(state["ratio"], state["debt"], state["recent"], state["horizon"], state.get("looks", []), rounds, peaks)
+        known = {f.name: state[f.name] for f in fields(cls) if f.name in state}
+        return cls(**known | {"rounds": rounds, "peaks": peaks})

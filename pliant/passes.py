@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from pliant.batches import Loss
 from pliant.charges import Sizes, Times
 from pliant.clock import LaunchWatch, Watch
-from pliant.graph import Graph, compute_loss, walk, wiring
+from pliant.graph import Graph, Node, compute_loss, walk, wiring
 from pliant.memory import Live
 from pliant.norms import Norms
 from pliant.recorder import op_name
@@ -23,6 +23,8 @@ from pliant.recorder import op_name
 _MOST_SLOTS = 3
 _FAR = 2.0  # times as long: what a step waits for is clear
 _LATE = 1.3  # times as long as it took before: what issuing may take
+_ONE_KERNEL = 0.25  # of the way back through a norm that moves: through one at rest, where a captured step runs our own kernel
+_AT_REST = 0.16  # of PyTorch's way back through a norm at rest: the same
 _MARKING = 2e-5  # seconds that a mark of a GPU takes more than one of the clock: about
 
 
@@ -91,10 +93,15 @@ class Passes:
             if self.watch.cuda and not self.is_bound_by_gpu:  # issuing takes roughly so long, however often it is measured
                 break
 
-        def times(of: Callable[[_Fastest], NDArray[np.float64]], resting: float, moving: float, apart: bool) -> Times:
+        def times(
+            of: Callable[[_Fastest], NDArray[np.float64]], resting: float, moving: float, apart: bool, captured: bool = False
+        ) -> Times:
             at_rest = of(inputs)
             # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
             together = of(everything) if moves else np.maximum(of(everything), at_rest)
+            if captured:
+                kernel = _ONE_KERNEL * together if moves else _AT_REST * at_rest
+                at_rest = np.where([_is_batch_norm(node) for node in self.graph.nodes], np.minimum(at_rest, kernel), at_rest)
             alone = {
                 (i, node.params[k]): max(float(of(seen)[i] - at_rest[i]), 0.0)
                 for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
@@ -110,7 +117,7 @@ class Passes:
             return steps, None
         if not self.is_bound_by_gpu:
             taken = {moving: self._forward_alone(moving, seconds) for moving, seconds in taken.items()}
-        return steps, times(lambda seen: seen.alone, taken[not moves], taken[True], apart=True)
+        return steps, times(lambda seen: seen.alone, taken[not moves], taken[True], apart=True, captured=True)
 
     def _forward_alone(self, moving: bool, issued: float) -> float:
         """Seconds of a GPU for a forward pass (norms moving or at rest) that it finds issued, which takes about so long."""
@@ -134,7 +141,7 @@ class Passes:
 
     def _norm_shares(self, extra: float) -> dict[int, float]:
         """What each norm with statistics adds to the forward pass when it moves them, by the size of its output."""
-        outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if "BatchNorm" in n.op or (n.is_norm and n.params)}
+        outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if _is_batch_norm(n) or (n.is_norm and n.params)}
         total = sum(outputs.values())
         return {i: extra * size / total for i, size in outputs.items()} if extra and total else {}
 
@@ -211,6 +218,10 @@ class Passes:
         with meter:
             _hooked(value, inputs, live, lambda _: meter.forget(), after)
         return rise
+
+
+def _is_batch_norm(node: Node) -> bool:
+    return "BatchNorm" in node.op
 
 
 class _Fastest:

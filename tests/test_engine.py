@@ -409,6 +409,18 @@ def test_a_race_goes_all_ways_in_turn_and_then_the_fastest(racing: None) -> None
     assert Race(ways, ways[2]).now == ways[2]
 
 
+def test_captured_ways_race_each_in_a_row_when_the_others_are_through(racing: None) -> None:
+    cached, plain, graphs, both = ways = allowed("auto", memory_is_short=False, cuda=True, caches=True)
+    assert (cached.cache, plain.graphs, graphs.prefix, both.prefix) == (True, False, False, True)
+    race, gone = Race(ways), []
+    while race.winner is None:
+        gone.append(race.now)
+        took = {cached: 9.0, plain: 9.0, graphs: 3.0, both: 2.0}[race.now]
+        assert race.see(lambda took=took: took) == (len(gone) == 20)
+    assert gone == [cached, plain] * 4 + [graphs] * 6 + [both] * 6
+    assert race.winner == both
+
+
 def memory_policy(memory: Any, **changes: Any) -> Policy:
     words = (units.tensors(), score.grad_norm(), steady, solve.knapsack(), schedule.every(steps=4))
     return replace(Policy(*words, Budget(memory=memory)), **changes)

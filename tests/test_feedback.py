@@ -94,6 +94,53 @@ def test_where_another_choice_is_costly_a_slow_moment_is_no_reason_for_one() -> 
     assert [look(0.7 * ASKED) for _ in range(3)] == [False, False, True]
 
 
+def test_where_another_choice_is_costly_two_that_ran_tell_how_seconds_grow() -> None:
+    """Steps of 1.5 and 3.5 seconds where 2 and 3 were predicted: with the ratio of the last one, the next choice would be too
+    small, and the one after it too large."""
+    feedback = following(predicted=2.0)
+    feedback.see([1.5] * 10, ASKED, pays=False, left=1000)
+    assert feedback.correction(ASKED) == pytest.approx(1 / 0.75)  # one choice tells a ratio
+    feedback.begin(Round(0, 10, ASKED, 3.0, 4.0))
+    feedback.see([3.5] * 10, ASKED, pays=False, left=1000)
+    assert feedback.correction(ASKED) * ASKED == pytest.approx(2.25)  # 1.5 too much, at a slope of 2
+    assert feedback.is_nearer(2.25, ASKED) and not feedback.is_nearer(3.2, ASKED)
+    feedback.see([3.5] * 10, ASKED, pays=False)
+    assert feedback.correction(ASKED) == pytest.approx(3 / 3.5, rel=0.2)  # where it is not costly, little by little
+    feedback.see([3.5] * 10, ASKED, pays=False, left=1000)
+    resumed = Feedback.of(json.loads(json.dumps(feedback.state())))
+    assert resumed == feedback and resumed.correction(ASKED) == feedback.correction(ASKED)
+    feedback.predict(2.8)  # by other prices, those of before tell nothing
+    assert feedback.correction(ASKED) * ASKED == pytest.approx(ASKED / feedback.ratio)
+
+
+@pytest.mark.parametrize("steep", [1.5, 2.0, 3.0])
+def test_choices_do_not_swing_where_prices_are_wrong_for_some_layers(steep: float) -> None:
+    """Small choices take less than is predicted of them, and what comes on top of those takes more."""
+    costs = [1.0 + 0.02 * n for n in range(150)]
+    feedback, limit, chosen, choices = Feedback(), ASKED, 0.0, 0
+    for _ in range(60):
+        best = max(cost for cost in costs if cost <= max(limit, costs[0]))
+        if best != chosen and (not chosen or feedback.is_nearer(best, ASKED)):
+            chosen, choices = best, choices + 1
+            feedback.begin(Round(0, 0, ASKED, chosen, 4.0))
+        feedback.see([0.7 * min(chosen, 2.0) + steep * max(chosen - 2.0, 0.0)] * 10, ASKED, pays=False, left=1000)
+        if feedback.is_off(ASKED, toll=0.05 * ASKED):
+            limit = ASKED * feedback.correction(ASKED)
+    assert choices <= 4
+    assert feedback.recent == pytest.approx(ASKED, rel=0.1)
+
+
+@pytest.mark.parametrize("taken", [3.4, 1.0])
+def test_a_slope_stays_within_bounds(taken: float) -> None:
+    feedback = following(predicted=2.0)
+    feedback.see([taken] * 10, ASKED, pays=False, left=1000)
+    feedback.begin(Round(0, 10, ASKED, 2.1, 4.0))
+    feedback.see([3.5] * 10, ASKED, pays=False, left=1000)
+    aim = feedback.correction(ASKED) * ASKED
+    assert 2.1 + (ASKED - 3.5) / (0.5 * 3.5 / 2.1) - 1e-9 <= aim <= 2.1 + (ASKED - 3.5) / (4 * 3.5 / 2.1) + 1e-9
+    assert aim > 0
+
+
 def test_without_a_prediction_there_is_no_ratio() -> None:
     feedback = following(predicted=0.0)
     feedback.see([3.0], ASKED)

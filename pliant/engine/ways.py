@@ -65,9 +65,13 @@ def allowed(engine: str, *, memory_is_short: bool, cuda: bool, caches: bool, mac
 
 
 class Race:
-    """Real steps go each way in turn until it is known which is the fastest; from then on all go that way."""
+    """Real steps go each way in turn until it is known which is the fastest; from then on all go that way.
+
+    Captured steps come last, each way's in a row: a GPU that has just waited for others takes longer for the first of them.
+    """
 
     tries = 3  # each, after one that does not count
+    captured_tries = 5  # that take next to nothing, and the first of which prepares the others
     margin = 0.97  # of the time of a simpler way is what another one must stay below
     hopeless = 1.5  # times as long as a captured step
 
@@ -78,12 +82,14 @@ class Race:
         self.winner = winner if winner in self.ways else self.ways[0] if len(self.ways) == 1 else None
         self.least: dict[Way, float] = {}  # seconds of the fastest step of each, once all have had their turn
         self._taken: dict[Way, list[Callable[[], float]]] = {way: [] for way in self.ways}
-        self._steps = 0
+        self._steps, captured = 0, [way for way in self.ways if way.graphs and not way.cache]
+        self._order = [way for way in self.ways if way not in captured] * (self.tries + 1)
+        self._order += [way for way in captured for _ in range(self.captured_tries + 1)]
 
     @property
     def now(self) -> Way:
         """The way of the coming step."""
-        return self.winner or self.ways[self._steps % len(self.ways)]
+        return self.winner or self._order[self._steps]
 
     @property
     def is_on(self) -> bool:
@@ -103,7 +109,7 @@ class Race:
             return False
         self._taken[self.now].append(seconds)
         self._steps += 1
-        if self._steps < (self.tries + 1) * len(self.ways):
+        if self._steps < len(self._order):
             return False
         best = None
         for way, taken in self._taken.items():
