@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -81,17 +82,22 @@ def shapes(batch: Any) -> list[list[int]]:
     return [list(tensor.shape) for tensor in tensors(batch)]
 
 
-def halves(batch: Any) -> tuple[Any, Any] | None:
+def halves(batch: Any, as_whole: bool = False) -> tuple[Any, Any] | None:
     """Two batches of half the samples each, or None where this batch cannot be cut.
 
-    Fewer than four samples are not cut: a half of one sample breaks batch norm in training mode.
+    Fewer than four samples are not cut: a half of one sample breaks batch norm in training mode. `as_whole`: each half stands
+    there twice, so that it has the shape of the batch; that leaves its mean and its statistics as they are. Of an odd number of
+    samples one is left out, and then another one stands there three times.
     """
     samples = size(batch)
     if samples is None or samples < 4:
         return None
     cut = samples // 2
 
-    def part(start: int, stop: int) -> Any:
-        return map_tensors(batch, lambda t: t[start:stop] if t.dim() > 0 else t)
+    def part(tensor: torch.Tensor, start: int) -> torch.Tensor:
+        if tensor.dim() == 0:
+            return tensor
+        half = tensor[start : start + cut]
+        return torch.cat([half, half, half[:1]][: 2 + samples % 2]) if as_whole else half  # as they lie in memory
 
-    return part(0, cut), part(cut, 2 * cut)
+    return map_tensors(batch, partial(part, start=0)), map_tensors(batch, partial(part, start=cut))

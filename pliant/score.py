@@ -168,6 +168,7 @@ def probe(
         return tally.values()
 
     parts: Pieces = [batch] if pieces is None else pieces
+    on_cuda = next(iter(params.values())).is_cuda  # where kernels are looked for anew for every other shape: that takes seconds
     with sandbox(model, train=names):
         if windows is None:
             windows = _windows(names, params, signal.hold if signal.cross and signal.needs == "gradient" else None)
@@ -182,7 +183,7 @@ def probe(
                 passes.activations(parts)
                 continue
             for part in parts:
-                pair = batches.halves(part) if signal.cross else None
+                pair = batches.halves(part, as_whole=on_cuda) if signal.cross else None
                 if pair is None:
                     passes.gradients(part, _updater(optimizer, params))
                 else:

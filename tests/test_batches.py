@@ -96,6 +96,19 @@ def test_halves_are_equal_and_never_smaller_than_two(samples: int) -> None:
         assert scalar == 7
 
 
+@pytest.mark.parametrize("samples", [4, 7, 8])
+def test_halves_of_the_shape_of_a_batch_hold_the_same_samples_twice(samples: int) -> None:
+    images = torch.randn(samples, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    batch = {"images": images, "labels": torch.arange(samples), "temperature": torch.tensor(2.0)}
+    halves = batches.halves(batch), batches.halves(batch, as_whole=True)
+    for half, whole in zip(*(pair or pytest.fail("not cut") for pair in halves), strict=True):
+        assert batches.size(whole) == samples
+        assert whole["images"].is_contiguous(memory_format=torch.channels_last)
+        order = [i % (samples // 2) for i in range(samples)]
+        assert torch.equal(whole["images"], half["images"][order]) and torch.equal(whole["labels"], half["labels"][order])
+        assert torch.equal(whole["temperature"], batch["temperature"])
+
+
 @pytest.mark.parametrize("batch", [(X, Y[:4]), torch.tensor(1.0), "text", None, {"k": 3}, []])
 def test_no_common_size_no_halves(batch: Any) -> None:
     assert batches.size(batch) is None

@@ -120,6 +120,16 @@ def test_cross_batch_gain_takes_gradient_and_update_from_different_halves(name: 
     assert probe(score.update_gain(), model, make(model), loss, batch) == close(expected)
 
 
+def test_halves_that_stand_there_twice_have_the_same_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where a batch of another shape takes other kernels."""
+    model, loss, (x, y) = ZOO["misordered"].make()
+    batch = x[: len(x) // 2 * 2], y[: len(x) // 2 * 2]
+    once = probe(score.update_gain(), model, sgd(model), loss, batch)
+    halves = batches.halves
+    monkeypatch.setattr(batches, "halves", lambda batch, as_whole: halves(batch, as_whole=True))
+    assert probe(score.update_gain(), model, sgd(model), loss, batch) == close(once)
+
+
 def test_a_batch_that_cannot_be_cut_is_probed_whole() -> None:
     model, loss, (x, y) = ZOO["thrice"].make()
     small = (x[:3], y[:3])
