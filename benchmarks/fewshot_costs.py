@@ -11,7 +11,8 @@ share of what `full` takes. Both with one image in a pass.
 
 Time: CPU time of one thread for one whole task (`--steps` steps over the support set), choosing included, after a small task
 that imports what is imported when it is first used. `full` is plain PyTorch. `cache`: the changed copies of the support images
-are drawn from `--views` fixed ones, and what lies before the first chosen layer is computed once for each.
+are drawn from `--views` fixed ones, and what lies before the first chosen layer is computed once for each. With a meter
+(`pliant.energy`), joules of the task as well.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import argparse
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pliant import Policy, fewshot, images
+from pliant import Policy, energy, fewshot, images
 from pliant.fewshot.views import Views
 from pliant.memory import Live
 
@@ -129,9 +131,11 @@ def time_cell(backbone: str, way: str, setting: dict[str, Any]) -> dict[str, Any
         return choosing, time.thread_time() - begun
 
     adapt(task_of(5, 10).support, 3)  # the first one of a process imports modules
-    support = task_of(10, setting["support"]).support
-    choosing, seconds = adapt(support, setting["steps"])
-    found = {"seconds": seconds, "choosing": choosing, "support": len(support)}
+    support, meter = task_of(10, setting["support"]).support, energy.meter("cpu")
+    with meter or nullcontext():
+        choosing, seconds = adapt(support, setting["steps"])
+        joules = {} if meter is None else {"joules": meter.joules()}
+    found = {"seconds": seconds, "choosing": choosing, "support": len(support), **joules}
     return {"kind": "time", "backbone": backbone, "way": way, **found}
 
 
@@ -154,15 +158,17 @@ def table(cells: list[dict[str, Any]]) -> str:
             beyond = (c["peak"] - c["inference"]) / 1e6
             lines.append(f"| {c['method']} | {beyond:.2f} MB | {c['backward_macs'] / 1e6:.2f} | {share} |")
         if times:
-            slow = next((c["seconds"] for c in times if c["way"] == "full"), None)
+            slow, metered = next((c["seconds"] for c in times if c["way"] == "full"), None), any("joules" in c for c in times)
             lines += [
                 "",
-                f"| one task, {times[0]['support']} images | CPU seconds | of these choosing | full over this |",
-                "|---|---|---|---|",
+                f"| one task, {times[0]['support']} images | CPU seconds | of these choosing | full over this |"
+                + " joules |" * metered,
+                "|---|---|---|---|" + "---|" * metered,
             ]
         for c in times:
             ratio = f"{slow / c['seconds']:.1f}×" if slow else ""
-            lines.append(f"| {c['way']} | {c['seconds']:.1f} | {c['choosing']:.1f} | {ratio} |")
+            joules = f" {c['joules']:.0f} |" if "joules" in c else ""
+            lines.append(f"| {c['way']} | {c['seconds']:.1f} | {c['choosing']:.1f} | {ratio} |{joules}")
         lines.append("")
     return "\n".join(lines)
 
