@@ -86,8 +86,8 @@ def halves(batch: Any, as_whole: bool = False) -> tuple[Any, Any] | None:
     """Two batches of half the samples each, or None where this batch cannot be cut.
 
     Fewer than four samples are not cut: a half of one sample breaks batch norm in training mode. `as_whole`: each half stands
-    there twice, so that it has the shape of the batch; that leaves its mean and its statistics as they are. Of an odd number of
-    samples one is left out, and then another one stands there three times.
+    there twice, so that it has the shape of the batch; that leaves a mean over its samples, and their statistics, as they are.
+    Of an odd number of samples one is left out, and then another one stands there three times.
     """
     samples = size(batch)
     if samples is None or samples < 4:

@@ -291,6 +291,8 @@ class Choice:
         profile = self.profile.on(engine, spared, captured) if self.profile is not None else None
         if captured != self.captured:
             self.feedback.ratio = 1.0  # it was one of other prices
+        if (engine, spared, captured) != (self._engine, self.spared, self.captured):
+            self.feedback.since = len(self.feedback.rounds)
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
             deciding = self._deciding(policy)

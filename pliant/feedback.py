@@ -13,8 +13,8 @@ _CHANCE = 10  # steps after which a correction must have shown
 _FEW = 5  # steps: the capture of a choice may be most of what fewer of them took
 _SURE = 3  # looks that say the same: a slow moment of the device is no reason for another choice where that is costly
 _LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
-_SLOPES = 0.5, 4.0  # of measured over predicted: how much seconds may grow with their prediction
-_APART = 0.02  # relative: predictions that are nearer to each other than that tell no slope
+_SLOPES = 0.75, 4.0  # of measured over predicted: how much seconds may grow with their prediction
+_APART = 0.05  # relative: predictions that are nearer to each other than that tell no slope
 _FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
 _WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
 
@@ -139,7 +139,7 @@ class Feedback:
         """Where another choice is costly and two have run: what was predicted of this one, what it takes, and how much seconds
         grow with their prediction from one to the other. Prices that are wrong for some layers are wrong for this choice and
         right for that one: a ratio alone, and it swings to and fro."""
-        if not self.costly or len(self.rounds) <= self.since or self.rounds[-1].typical is None:
+        if not self.costly or len(self.rounds) <= self.since or not self.rounds[-1].typical:
             return None
         now, seconds = self.rounds[-1], self.rounds[-1].typical
         for other in reversed(self.rounds[self.since : -1]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ _FAR = 2.0  # times as long: what a step waits for is clear
 _LATE = 1.3  # times as long as it took before: what issuing may take
 _ONE_KERNEL = 0.25  # of the way back through a norm that moves: through one at rest, where a captured step runs our own kernel
 _AT_REST = 0.16  # of PyTorch's way back through a norm at rest: the same
+_EIGHT = 8  # channels that such a kernel takes at once
 _MARKING = 2e-5  # seconds that a mark of a GPU takes more than one of the clock: about
 
 
@@ -100,8 +102,9 @@ class Passes:
             # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
             together = of(everything) if moves else np.maximum(of(everything), at_rest)
             if captured:
-                kernel = _ONE_KERNEL * together if moves else _AT_REST * at_rest
-                at_rest = np.where([_is_batch_norm(node) for node in self.graph.nodes], np.minimum(at_rest, kernel), at_rest)
+                kernel, served = _ONE_KERNEL * together if moves else _AT_REST * at_rest, self._served()
+                ours = [_is_batch_norm(node) and node.module in served for node in self.graph.nodes]
+                at_rest = np.where(ours, np.minimum(at_rest, kernel), at_rest)
             alone = {
                 (i, node.params[k]): max(float(of(seen)[i] - at_rest[i]), 0.0)
                 for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
@@ -118,6 +121,29 @@ class Passes:
         if not self.is_bound_by_gpu:
             taken = {moving: self._forward_alone(moving, seconds) for moving, seconds in taken.items()}
         return steps, times(lambda seen: seen.alone, taken[not moves], taken[True], apart=True, captured=True)
+
+    def _served(self) -> set[str]:
+        """The modules whose norms at rest captured steps run in one kernel: channels-last, where there is Triton."""
+        if not self.watch.cuda or find_spec("triton") is None:
+            return set()
+        found: set[str] = set()
+
+        def look(name: str, given: tuple[Any, ...]) -> None:
+            x = given[0] if given else None
+            if isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[1] % _EIGHT == 0:
+                found.update([name] if x.is_contiguous(memory_format=torch.channels_last) else [])
+
+        norms = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
+        hooks = [one.register_forward_pre_hook(lambda _, given, name=name: look(name, given)) for name, one in norms.items()]
+        try:
+            with torch.no_grad():
+                self.loss(self.model, self.batch)
+        except RuntimeError:  # a loss that needs gradients
+            return set()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
 
     def _forward_alone(self, moving: bool, issued: float) -> float:
         """Seconds of a GPU for a forward pass (norms moving or at rest) that it finds issued, which takes about so long."""

@@ -21,7 +21,7 @@ from zoo import ZOO, Case, adamw, sgd
 
 from pliant import Budget, BudgetError, Part, Policy, Session, Unit, measure, recipes, schedule, score, solve, units
 from pliant.apply import apply_
-from pliant.engine import ENGINES
+from pliant.engine import ENGINES, Engine
 from pliant.engine.slices import Slices
 from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import read, trainable
@@ -407,6 +407,16 @@ def test_a_race_goes_all_ways_in_turn_and_then_the_fastest(racing: None) -> None
         assert gone[:16] == ways * 4 and {str(way) for way in gone[16:]} == {winner}
     assert Race(ways[:1]).winner == ways[0]
     assert Race(ways, ways[2]).now == ways[2]
+
+
+def test_norms_at_rest_have_kernels_of_their_own_where_a_step_is_one_launch() -> None:
+    """And nobody packs what is kept for backward."""
+    model, loss, batch = ZOO["misordered"].make()
+    for name, rests in (("prefix+graphs", True), ("graphs", True), ("lean+prefix+graphs", False), ("prefix", False)):
+        engine = Engine(model, loss, name)
+        assert engine._rests == rests
+        engine.take(batch, None, lambda value: value.detach())
+        assert not engine._rests  # there is no GPU here: this step was eager
 
 
 def test_captured_ways_race_each_in_a_row_when_the_others_are_through(racing: None) -> None:

@@ -130,15 +130,25 @@ def test_choices_do_not_swing_where_prices_are_wrong_for_some_layers(steep: floa
     assert feedback.recent == pytest.approx(ASKED, rel=0.1)
 
 
-@pytest.mark.parametrize("taken", [3.4, 1.0])
-def test_a_slope_stays_within_bounds(taken: float) -> None:
+@pytest.mark.parametrize(("taken", "slope"), [(3.49, 0.75), (1.0, 4.0)])
+def test_a_slope_stays_within_bounds(taken: float, slope: float) -> None:
     feedback = following(predicted=2.0)
     feedback.see([taken] * 10, ASKED, pays=False, left=1000)
-    feedback.begin(Round(0, 10, ASKED, 2.1, 4.0))
+    feedback.begin(Round(0, 10, ASKED, 2.2, 4.0))
     feedback.see([3.5] * 10, ASKED, pays=False, left=1000)
-    aim = feedback.correction(ASKED) * ASKED
-    assert 2.1 + (ASKED - 3.5) / (0.5 * 3.5 / 2.1) - 1e-9 <= aim <= 2.1 + (ASKED - 3.5) / (4 * 3.5 / 2.1) + 1e-9
-    assert aim > 0
+    line = 2.2 + (ASKED - 3.5) / (slope * 3.5 / 2.2)
+    assert feedback.correction(ASKED) * ASKED == pytest.approx(max(line, 0.75 * ASKED * 2.2 / 3.5))
+
+
+def test_predictions_that_are_near_each_other_tell_no_slope() -> None:
+    feedback = following(predicted=0.97)
+    feedback.see([1.0] * 10, ASKED, pays=False, left=1000)
+    feedback.begin(Round(0, 10, ASKED, 1.0, 4.0))
+    feedback.see([1.0] * 10, ASKED, pays=False, left=1000)
+    assert feedback.correction(ASKED) * ASKED == pytest.approx(ASKED)
+    feedback.begin(Round(0, 20, ASKED, 1.5, 4.0))
+    feedback.see([0.0] * 10, ASKED, pays=False, left=1000)  # a clock that is too coarse
+    assert feedback.correction(ASKED) > 0
 
 
 def test_without_a_prediction_there_is_no_ratio() -> None:

@@ -1058,3 +1058,25 @@ def test_a_small_step_waits_for_launches_on_cuda() -> None:
     captured = profile.on("plain", captured=True).cost(everything)
     assert 0 < captured.seconds < 0.7 * profile.cost(everything).seconds
     assert captured.bytes == profile.cost(everything).bytes
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_prices_of_captured_steps_count_on_kernels_for_norms_that_those_can_serve(
+    last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = torch.channels_last if last else torch.contiguous_format
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6)).to(memory_format=form)
+    batch = torch.randn(4, 3, 5, 5).contiguous(memory_format=form)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    params = dict(model.named_parameters())
+    mine = passes.Passes(model, loss, batch, read(model, loss, batch), params, Norms(model, "chosen"))
+    assert mine._served() == set()  # no GPU
+    monkeypatch.setattr(mine.watch, "cuda", True)
+    monkeypatch.setattr(passes, "find_spec", lambda name: None)
+    assert mine._served() == set()  # no Triton
+    monkeypatch.setattr(passes, "find_spec", lambda name: object())
+    assert mine._served() == ({"1"} if last else set())  # six channels are not a multiple of eight
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -23,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from pliant.engine import follow
 from pliant.engine.features import Features
 from pliant.engine.lean import Lean
-from pliant.engine.made import Made
+from pliant.engine.made import AllMade, Made
 from pliant.engine.plan import _folded, _laid_out, _places
 from pliant.engine.prefix import Prefix
+from pliant.engine.rest import in_one_kernel
 from pliant.engine.slices import Slices
 from pliant.types import Part
 
@@ -688,6 +689,36 @@ def test_what_is_made_of_weights_is_made_again_where_it_is() -> None:
     assert made.is_of([weight, norm.running_var]) and not made.is_of([nn.Parameter(weight.detach()), norm.running_var])
 
 
+def test_several_that_were_made_are_looked_at_at_once_and_made_again_where_one_has_changed() -> None:
+    weights, calls = [nn.Parameter(torch.randn(3)) for _ in range(4)], []
+
+    def make(weight: torch.Tensor, other: torch.Tensor, into: Any = None) -> tuple[torch.Tensor]:
+        calls.append(weight)
+        return (weight.detach() * other.detach(),)
+
+    made = [Made(make, [weight, weights[-1]]) for weight in weights[:-1]]
+    together = AllMade(made)
+    calls.clear()
+    together.refresh()
+    assert not calls
+    with torch.no_grad():
+        weights[1].mul_(2)
+    together.refresh()
+    together.refresh()
+    assert len(calls) == 1 and calls[0] is weights[1]
+    weights[-1].data = torch.randn(3)  # lies elsewhere, and tells no one
+    together.refresh()
+    assert len(calls) == 4
+    for one, weight in zip(made, weights, strict=False):
+        assert one.is_current and torch.equal(one.tensors[0], weight.detach() * weights[-1].detach())
+    del weights[0], one, weight, calls[:]
+    gc.collect()
+    with torch.no_grad():
+        weights[-1].mul_(2)
+    together.refresh()
+    assert len(calls) == 2  # what is made of something that is gone stays as it is
+
+
 def test_forgets() -> None:
     features = Features("10MB")
     plain, ours, data = pair(CASES[0], features)
@@ -754,6 +785,7 @@ class Emulated:
 
     def __init__(self) -> None:
         self.clips: list[Any] = []
+        self.backs = 0
 
     def serves(self, values: torch.Tensor) -> bool:
         return values.dim() == 4
@@ -765,6 +797,16 @@ class Emulated:
     def norm(self, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Any) -> torch.Tensor:
         self.clips.append(clip)
         return self._normed(values, scale, shift, clip).to(values.dtype)
+
+    def back(
+        self, grad: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Any
+    ) -> torch.Tensor:
+        self.backs += 1
+        out = (grad.float() * scale.view(-1, 1, 1)).to(grad.dtype)
+        if clip is None:
+            return out
+        normed = self._normed(values, scale, shift, None).to(values.dtype).float()
+        return out.masked_fill_((normed <= clip[0]) | (normed >= clip[1]), 0.0)
 
     def _normed(self, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Any) -> torch.Tensor:
         normed = values.float() * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
@@ -856,6 +898,149 @@ def test_a_norm_at_rest_is_left_to_pytorch_where_nobody_asked(monkeypatch: pytes
         assert len(kernels.clips) == expected
         for mine, its in zip(ours, grads_of(model, lambda: model(batch).square().mean()), strict=True):
             torch.testing.assert_close(mine, its)
+
+
+class Behind(nn.Module):
+    """A convolution in the part, one that trains, and one at rest between them and the head; then `after`."""
+
+    def __init__(self, after: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.trains, self.rests, self.head = (nn.Conv2d(3 if i == 0 else 8, 8, 1) for i in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+        for norm in self.norms:
+            nn.init.uniform_(norm.running_mean, -1.0, 1.0)
+            nn.init.uniform_(norm.running_var, 0.1, 1.0)
+        self.after = after
+        self.requires_grad_(False)
+        self.trains.requires_grad_(True)
+        self.head.requires_grad_(True)
+        self.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu6(self.norms[0](self.first(x)))
+        x = self.norms[1](self.trains(x))
+        return self.head(self.after(self.rests(x), self.norms[2]))
+
+
+def same_behind(model: nn.Module, batch: torch.Tensor, prefix: Prefix, steps: int = 3) -> None:
+    for _ in range(steps):
+        ours = grads_of(model, lambda: prefix.run(lambda: model(batch).square().mean(), batch, rests=True))
+        for mine, its in zip(ours, grads_of(model, lambda: model(batch).square().mean()), strict=True):
+            torch.testing.assert_close(mine, its)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Emulated:
+    out = Emulated()
+    monkeypatch.setattr(follow, "norm_kernels", lambda kind: out)
+    return out
+
+
+@pytest.mark.parametrize("change", ["add", "gate", "view", "dropout"])
+def test_what_comes_of_a_clipping_at_rest_may_be_changed_in_place(change: str, kernels: Emulated) -> None:
+    def after(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        x = F.hardtanh(norm(x), 0.0, 6.0, inplace=True)
+        if change == "add":
+            x += 1.0
+        elif change == "gate":
+            x *= x.mean((2, 3), keepdim=True).sigmoid()
+        elif change == "view":
+            x.view(-1)[::2] = 0.5
+        else:
+            F.dropout(x, 0.0, training=True, inplace=True)
+        return x
+
+    model = Behind(after)
+    same_behind(model, torch.randn(4, 3, 6, 6), Prefix(model))
+    assert kernels.backs == 4  # of two norms, in two followed steps
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_norm_at_rest_in_a_checkpoint_is_pytorchs(reentrant: bool, kernels: Emulated) -> None:
+    """It runs again in backward, without us, and what is kept is handed back by its place."""
+
+    def after(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        return checkpoint(lambda x: F.relu6(norm(x), inplace=True) * 1.5, x, use_reentrant=reentrant)
+
+    model = Behind(after)
+    same_behind(model, torch.randn(4, 3, 6, 6), Prefix(model))
+    assert kernels.backs == 2  # of the norm before it
+
+
+def test_limits_of_a_clipping_at_rest_may_change(kernels: Emulated) -> None:
+    limit = [1.0]
+    model, batch = Behind(lambda x, norm: F.hardtanh(norm(x), -limit[0], limit[0], inplace=True)), torch.randn(4, 3, 6, 6)
+    prefix = Prefix(model)
+    for limit[0] in (1.0, 0.3, 0.3, 0.7):
+        same_behind(model, batch, prefix, steps=2)
+
+
+def test_a_norm_that_moves_after_all_is_pytorchs(kernels: Emulated) -> None:
+    """Where no module says so."""
+    moves = [False]
+
+    def after(x: torch.Tensor, norm: Any) -> torch.Tensor:
+        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, moves[0])
+
+    model, batch = Behind(after), torch.randn(4, 3, 6, 6)
+    prefix = Prefix(model)
+    for moves[0] in (False, True):
+        same_behind(model, batch, prefix, steps=2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_limits_that_a_type_does_not_have(again: bool) -> None:
+    """0.7 is 0.69921875 in bfloat16: what is that before it is clipped has a gradient, what becomes that has none."""
+    values = torch.tensor([-0.75, -0.69921875, -0.5, 0.0, 0.69921875, 0.703125]).bfloat16().view(1, 1, 2, 3).requires_grad_()
+    ours = in_one_kernel(Emulated(), values, torch.ones(1), torch.zeros(1), (-0.7, 0.7))
+    plain = F.hardtanh(values, -0.7, 0.7)
+    assert torch.equal(ours, plain)
+    mine, its = (torch.autograd.grad(out.float().sum(), values, create_graph=again)[0] for out in (ours, plain))
+    assert mine.flatten().tolist() == its.flatten().tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_what_is_at_rest_may_be_differentiated_twice(clips: bool, kernels: Emulated) -> None:
+    model = Behind(lambda x, norm: F.relu6(norm(x), inplace=True).square() if clips else norm(x).square())
+    batch, prefix = torch.randn(4, 3, 6, 6), Prefix(model)
+
+    def run() -> torch.Tensor:
+        value = model(batch).square().mean()
+        (grad,) = torch.autograd.grad(value, model.trains.weight, create_graph=True)
+        return value + grad.square().sum()
+
+    for _ in range(3):
+        for mine, its in zip(grads_of(model, lambda: prefix.run(run, batch, rests=True)), grads_of(model, run), strict=True):
+            torch.testing.assert_close(mine, its)
+    assert len(kernels.clips) > 3
+
+
+def test_norms_at_rest_behind_a_first_layer_that_trains(kernels: Emulated) -> None:
+    """There is no part then, and something to do all the same."""
+    model = Behind(lambda x, norm: F.relu6(norm(x), inplace=True))
+    model.first.requires_grad_(True)
+    same_behind(model, torch.randn(4, 3, 6, 6), Prefix(model))
+    assert kernels.backs == 6
+
+
+def test_an_interrupt_where_a_clipping_is_due_is_not_lost(kernels: Emulated) -> None:
+    interrupts = [False]
+
+    def after(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        x = norm(x)
+        if interrupts[0]:
+            raise KeyboardInterrupt
+        return F.relu6(x, inplace=True)
+
+    model, batch = Behind(after), torch.randn(4, 3, 6, 6)
+    prefix = Prefix(model)
+    same_behind(model, batch, prefix)
+    interrupts[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        prefix.run(lambda: model(batch).square().mean(), batch, rests=True)
+    interrupts[0] = False
+    same_behind(model, batch, prefix)
 
 
 def test_what_comes_behind_the_part_may_change_though_a_clipping_is_due(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ class Engine:
         self._not_lean: set[str] = set()
         self._told_lean: set[str] = set()
         self._callers: _CallersStep | None = None
-        self._no_ids = self._is_callers = False
+        self._no_ids = self._is_callers = self._is_eager = False
         self.fills = False  # whether the last batch was put into the cache
 
     # ------------------------------------------------------------ which way
@@ -244,6 +244,7 @@ class Engine:
         graphs = self._graphs if way.graphs else None
         if graphs is not None and self.slices is not None:
             eager = "channels are chosen"
+        self._is_eager = graphs is None or eager is not None
         if graphs is None or eager is not None:
             if self._graphs is not None:
                 self._graphs.why_not = eager
@@ -331,7 +332,7 @@ class Engine:
     def _rests(self) -> bool:
         """Whether norms at rest have kernels of ours: where a step is one launch, so that Python costs nothing, and where
         nobody packs what is kept."""
-        return self.way.graphs and not self.way.lean
+        return self.way.graphs and not self.way.lean and not self._is_eager
 
     def forward(self) -> AbstractContextManager[Any]:
         """What a forward pass runs inside of; tell `after` of it when it is done."""

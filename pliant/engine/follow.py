@@ -24,6 +24,7 @@ from pliant.engine.program import (
     unwatched,
     version,
 )
+from pliant.engine.rest import in_one_kernel
 
 LEAKS = "values of the part live on after the forward pass"
 KEPT = "what lies between a convolution and its norm lives on after the forward pass"
@@ -78,6 +79,8 @@ class _Mode(TorchFunctionMode):
         self._at = 0
         self._checks, self._weights = checks, weights
         self._rests = rests and bool(plan.resting)
+        self._top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+        self._around = self._top(False)  # inside of others, such as a checkpoint's, what is kept is theirs
         self._clipped: tuple[int, torch.Tensor] | None = None  # where a clipping is due, and what is clipped already
         self._known: dict[int, tuple[ref[torch.Tensor], int]] = {}  # tensors by id
         number = 0
@@ -126,7 +129,9 @@ class _Mode(TorchFunctionMode):
         if self._clipped is None or name_of(func) in FORM or name_of(func) in LAYOUT:
             return func(*args, **kwargs)
         (due, clipped), self._clipped = self._clipped, None
-        if at != due or func != self.plan.calls[due].func or not args or args[0] is not clipped:
+        call = self.plan.calls[due]
+        is_it = at == due and func == call.func and bool(args) and args[0] is clipped
+        if not is_it or split(args, kwargs)[1] != call.plain:
             raise Strayed(f"the program changed: {name_of(func)} came where a clipping was due")
         return clipped
 
@@ -134,15 +139,15 @@ class _Mode(TorchFunctionMode):
         """A norm at rest that gradients go through, and the clipping after it."""
         plan, (tensors, plain) = self.plan, split(args, kwargs)
         input, kernels = tensors[0], norm_kernels(tensors[0].device.type)
-        frees = input.requires_grad and torch.is_grad_enabled() and not any(one.requires_grad for one in tensors[1:])
-        if kernels is None or not frees or plain != plan.calls[at].plain or not kernels.serves(input):
+        is_ours = input.requires_grad and torch.is_grad_enabled() and self._top(False) == self._around
+        if kernels is None or not is_ours or plain != plan.calls[at].plain or not kernels.serves(input):
             return None
         norm = _norm_settings(*args, **kwargs)
         norm = *norm, plan.counter(norm[0])
         if not self._weights.has_line(norm) and input.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # what is made once is not made in a captured step
         due, low, high = plan.resting[at]
-        out: torch.Tensor = kernels.norm(input, *self._weights.line(plan, norm), (low, high) if due >= 0 else None)
+        out = in_one_kernel(kernels, input, *self._weights.line(plan, norm), (low, high) if due >= 0 else None)
         if due >= 0:
             self._clipped = due, out
         return out
@@ -150,9 +155,9 @@ class _Mode(TorchFunctionMode):
     def stray(self, why: str) -> None:
         self.strayed = why
 
-    def close(self) -> None:
-        """The forward pass is over."""
-        if self._clipped is not None:
+    def close(self, failed: bool = False) -> None:
+        """The forward pass is over, or has failed."""
+        if self._clipped is not None and not failed:
             raise Strayed("the program changed: no clipping came where one was due")
 
     def leaks(self) -> bool:
@@ -200,9 +205,9 @@ class Hit(_Mode):
     def leaks(self) -> bool:
         return any(tensor() is not None for tensor in self._empty)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._found = []
-        super().close()
+        super().close(failed)
 
     def call(self, at: int, call: Call, args: Any, kwargs: Any) -> Any:
         with unwatched():
@@ -255,10 +260,10 @@ class Miss(_Mode):
         self._lay_out_all()
         self.handed_on.clear()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._make_up()
         self._lay_out_all()
-        super().close()
+        super().close(failed)
 
     def leaks(self) -> bool:
         return any(tensor() is not None for tensor in self._empty)

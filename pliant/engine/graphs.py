@@ -16,7 +16,7 @@ from torch import nn
 
 from pliant.batches import Loss, map_tensors, tensors
 from pliant.engine.baked import Baked, Refused
-from pliant.engine.made import Made
+from pliant.engine.made import AllMade, Made
 from pliant.engine.twins import Twins
 
 Work = Callable[[Any], torch.Tensor]  # a batch → its loss, detached; backward and, where due, the optimizer's step are done
@@ -65,7 +65,7 @@ class _Captured:
     twins: Twins  # the rates and counts that the kernels read
     writes: list[torch.Tensor]
     at: tuple[int, ...]  # addresses that are baked in
-    made: Sequence[Made]  # of weights, and read by the kernels
+    made: AllMade  # of weights, and read by the kernels
 
 
 class Graphs:
@@ -187,7 +187,7 @@ class Graphs:
             torch.clear_autocast_cache()
         twins.keep_used()
         grads = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        captured = self._known[key] = _Captured(replay, value, static, grads, twins, self._baked.writes(), at, made)
+        captured = self._known[key] = _Captured(replay, value, static, grads, twins, self._baked.writes(), at, AllMade(made))
         self.captures += 1
         while len(self._known) > _KEPT:
             old, _ = self._known.popitem(last=False)
@@ -203,8 +203,7 @@ class Graphs:
             for other in self._known.values():
                 other.twins.hold_counts = other is captured
             captured.twins.refresh_counts()
-        for one in captured.made:
-            one.refresh()
+        captured.made.refresh()
         captured.replay()
         torch.autograd.graph.increment_version(captured.writes)  # as eager steps do: others watch for it
         self.replays += 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
+
+_VERSION, _ADDRESS = attrgetter("_version"), torch.Tensor.data_ptr
 
 
 class Made:
@@ -33,11 +36,11 @@ class Made:
 
     @property
     def is_current(self) -> bool:
-        return _state(self._living()) == self._state
+        return _state(self.living()) == self._state
 
     @torch.no_grad()
     def refresh(self) -> None:
-        sources = self._living()
+        sources = self.living()
         state = _state(sources)
         if len(sources) < len(self._sources) or state == self._state:
             return
@@ -56,8 +59,30 @@ class Made:
         places = {one.data_ptr() for one in sources}
         return [one is not None and one.data_ptr() in places for one in self.tensors]
 
-    def _living(self) -> list[torch.Tensor]:
+    def living(self) -> list[torch.Tensor]:
+        """What it was made of, as far as that is still there."""
         return [one for one in (source() for source in self._sources) if one is not None]
+
+
+class AllMade:
+    """Several of them: fit for use at one look at all that they are made of, as a step that waits for it can afford."""
+
+    def __init__(self, made: Sequence[Made]) -> None:
+        """They are fit for use now."""
+        self._made = made
+        self._sources = list({id(source): ref(source) for one in made for source in one.living()}.values())
+        self._seen = self._look()
+
+    def refresh(self) -> None:
+        seen = self._look()
+        if seen != self._seen:
+            for one in self._made:
+                one.refresh()
+            self._seen = seen
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        living = [one for one in [source() for source in self._sources] if one is not None]
+        return list(map(_VERSION, living)), list(map(_ADDRESS, living))
 
 
 def _state(sources: Sequence[Any]) -> list[tuple[int, int]]:

@@ -116,7 +116,7 @@ class Prefix:
         self._programs.move_to_end(key)
         self._tell(plan, kept)
         is_cached = kept and plan.program.uncacheable is None
-        if plan.is_idle or not (plan.pays or is_cached):
+        if (plan.is_idle or not (plan.pays or is_cached)) and not (rests and plan.resting):
             return forward()
         rows = found.rows if found is not None else None
         if is_cached and found is None and self.features is not None:
@@ -203,12 +203,14 @@ class Prefix:
         else:
             mode = Miss(plan, batch, self._weights, ids is not None, rests)
         try:
+            failed = True
             try:
                 with mode:
                     out = forward()
+                failed = False
             finally:
                 with unwatched():
-                    mode.close()
+                    mode.close(failed)
             if mode.leaks():
                 gc.collect()
                 if mode.leaks():

@@ -65,6 +65,37 @@ class _Scaled(torch.autograd.Function):
         return d_input, None, None, None, d_bias, None
 
 
+def in_one_kernel(
+    kernels: Any, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: tuple[float, float] | None
+) -> torch.Tensor:
+    """A norm at rest (what it multiplies channels with, and what it adds) and the clipping after it, in one kernel there and
+    one back. No gradient goes to the two."""
+    out: torch.Tensor = _Fused.apply(kernels, values, scale, shift, clip)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, values: Any, scale: Any, shift: Any, clip: tuple[float, float] | None) -> torch.Tensor:
+        ctx.kernels, ctx.line, ctx.clip = kernels, (scale, shift), clip
+        if clip is not None:
+            ctx.save_for_backward(values)  # not what comes of it: that may be changed in place
+        out: torch.Tensor = kernels.norm(values, scale, shift, clip)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        values = ctx.saved_tensors[0].detach() if ctx.clip is not None else grad
+        if not torch.is_grad_enabled():
+            return None, ctx.kernels.back(grad, values, *ctx.line, ctx.clip), None, None, None
+        scale, shift = (one.view(-1, 1, 1) for one in ctx.line)  # it is to be differentiated again
+        back = (grad.float() * scale).to(grad.dtype)
+        if ctx.clip is not None:
+            (low, high), normed = ctx.clip, (values.float() * scale + shift).to(values.dtype).float()
+            back = back.masked_fill((normed <= low) | (normed >= high), 0.0)
+        return None, back, None, None, None
+
+
 class _Norm:
     """What is known of the norm with some running variances: what counts their changes, and what it multiplies with."""
 
