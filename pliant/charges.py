@@ -224,19 +224,19 @@ class _Builder:
         """The lean engine remembers one number per channel of a norm at rest that gradients go through."""
         out = []
         for node in self.graph.nodes:
-            if "BatchNorm" in node.op and node.data:
+            if node.is_batch_norm and node.data:
                 size = max((self.graph.params[name] for name in node.params), default=0)
                 out.append(Charge(f"scale {node.op} {node.module}".strip(), Cost(bytes=size), (), node.data, None, "lean"))
         return out
 
     def _moves_when_chosen(self, node: Node) -> bool:
         """Whether a batch norm runs on the batch's own statistics, and keeps its input, just when it is chosen."""
-        return self.sizes.norms_move and "BatchNorm" in node.op
+        return self.sizes.norms_move and node.is_batch_norm
 
     def _is_statistics(self, node: Node, size: int) -> bool:
         """Whether a batch norm keeps this only while it runs on the batch's own statistics: one number per channel."""
         own = max((self.graph.params[name] for name in node.params), default=0)
-        return self.sizes.norms_move and "BatchNorm" in node.op and size <= own
+        return self.sizes.norms_move and node.is_batch_norm and size <= own
 
     def param(self, name: str, scratch: Sequence[Sequence[str]]) -> list[Charge]:
         """A parameter's own charges: its optimizer state, its gradient, the optimizer's scratch memory."""

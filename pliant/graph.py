@@ -52,6 +52,10 @@ class Node:
     def is_norm(self) -> bool:
         return "Norm" in self.op
 
+    @property
+    def is_batch_norm(self) -> bool:
+        return "BatchNorm" in self.op
+
     @cached_property
     def params(self) -> tuple[str, ...]:
         """The parameters that it computes a gradient for."""

@@ -20,6 +20,12 @@ _A_FEW = 4  # samples: fewer than that differ from any others
 _FORGOTTEN = 0.01  # of what running statistics began with
 
 
+def in_eights(values: torch.Tensor) -> bool:
+    """Images that lie channels-last in memory, and whose channels come in eights: what a kernel for a norm at rest takes."""
+    is_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    return is_last and values.shape[1] % 8 == 0
+
+
 @dataclass
 class Norms:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.

@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge
 from pliant.batches import Loss
 from pliant.charges import Sizes, Times
 from pliant.clock import LaunchWatch, Watch
-from pliant.graph import Graph, Node, compute_loss, walk, wiring
+from pliant.graph import Graph, compute_loss, walk, wiring
 from pliant.memory import Live
-from pliant.norms import Norms
+from pliant.norms import Norms, in_eights
 from pliant.recorder import op_name
 
 _MOST_SLOTS = 3
@@ -26,7 +26,6 @@ _FAR = 2.0  # times as long: what a step waits for is clear
 _LATE = 1.3  # times as long as it took before: what issuing may take
 _ONE_KERNEL = 0.25  # of the way back through a norm that moves: through one at rest, where a captured step runs our own kernel
 _AT_REST = 0.16  # of PyTorch's way back through a norm at rest: the same
-_EIGHT = 8  # channels that such a kernel takes at once
 _MARKING = 2e-5  # seconds that a mark of a GPU takes more than one of the clock: about
 
 
@@ -103,7 +102,7 @@ class Passes:
             together = of(everything) if moves else np.maximum(of(everything), at_rest)
             if captured:
                 kernel, served = _ONE_KERNEL * together if moves else _AT_REST * at_rest, self._served()
-                ours = [_is_batch_norm(node) and node.module in served for node in self.graph.nodes]
+                ours = [node.is_batch_norm and node.module in served for node in self.graph.nodes]
                 at_rest = np.where(ours, np.minimum(at_rest, kernel), at_rest)
             alone = {
                 (i, node.params[k]): max(float(of(seen)[i] - at_rest[i]), 0.0)
@@ -130,8 +129,8 @@ class Passes:
 
         def look(name: str, given: tuple[Any, ...]) -> None:
             x = given[0] if given else None
-            if isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[1] % _EIGHT == 0:
-                found.update([name] if x.is_contiguous(memory_format=torch.channels_last) else [])
+            if isinstance(x, torch.Tensor) and in_eights(x):
+                found.add(name)
 
         norms = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
         hooks = [one.register_forward_pre_hook(lambda _, given, name=name: look(name, given)) for name, one in norms.items()]
@@ -167,7 +166,7 @@ class Passes:
 
     def _norm_shares(self, extra: float) -> dict[int, float]:
         """What each norm with statistics adds to the forward pass when it moves them, by the size of its output."""
-        outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if _is_batch_norm(n) or (n.is_norm and n.params)}
+        outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if n.is_batch_norm or (n.is_norm and n.params)}
         total = sum(outputs.values())
         return {i: extra * size / total for i, size in outputs.items()} if extra and total else {}
 
@@ -244,10 +243,6 @@ class Passes:
         with meter:
             _hooked(value, inputs, live, lambda _: meter.forget(), after)
         return rise
-
-
-def _is_batch_norm(node: Node) -> bool:
-    return "BatchNorm" in node.op
 
 
 class _Fastest:

@@ -87,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roofline": {"types", "profile", "clock", "graph", "torch"},
     "survey": {"types", "profile", "batches", "graph", "measure", "roofline", "units", "apply", "torch", "rich"},
     "score": {"types", "apply", "batches", "torch", "numpy"},
-    "engine": {"types", "batches", "graph", "apply", "budget", "recorder", "update", "torch", "numpy", "triton"},
+    "engine": {"types", "batches", "graph", "apply", "budget", "recorder", "norms", "update", "torch", "numpy", "triton"},
     "undo": {"torch"},
     "runlog": {"torch"},
     "drift": {"types"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from pliant.engine import depthwise
 from pliant.engine.channels import nothing
+from pliant.engine.kept import hooks_reader
 from pliant.engine.plan import ANY_LAYOUT, HALF, Plan, Weights
 from pliant.engine.program import (
     FORM,
@@ -24,7 +24,7 @@ from pliant.engine.program import (
     unwatched,
     version,
 )
-from pliant.engine.rest import in_one_kernel
+from pliant.engine.rest import in_one_kernel, norm_kernels
 
 LEAKS = "values of the part live on after the forward pass"
 KEPT = "what lies between a convolution and its norm lives on after the forward pass"
@@ -72,14 +72,14 @@ class _Mode(TorchFunctionMode):
 
     def __init__(self, plan: Plan, batch: list[torch.Tensor], weights: Weights, checks: bool, rests: bool) -> None:
         """`checks`: whether every call has to read what it read when the program was recorded. `rests`: whether norms at rest
-        that gradients go through run in kernels of ours, where there are such: that costs Python more, and keeps results."""
+        that gradients go through run in kernels of ours, where there are such, which costs Python more."""
         super().__init__()
         self.plan = plan
         self.strayed: str | None = None
         self._at = 0
         self._checks, self._weights = checks, weights
         self._rests = rests and bool(plan.resting)
-        self._top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+        self._top = hooks_reader()
         self._around = self._top(False)  # inside of others, such as a checkpoint's, what is kept is theirs
         self._clipped: tuple[int, torch.Tensor] | None = None  # where a clipping is due, and what is clipped already
         self._known: dict[int, tuple[ref[torch.Tensor], int]] = {}  # tensors by id
@@ -424,22 +424,6 @@ class Miss(_Mode):
             if tensor is not None:
                 tensor.data = _laid_out(tensor, value)
         self._odd.clear()
-
-
-@cache
-def norm_kernels(kind: str) -> Any:
-    """What computes a norm and the clipping after it in one kernel on such a device: on CUDA, where Triton works.
-
-    To be asked before a step is captured.
-    """
-    if kind != "cuda":
-        return None
-    try:
-        from pliant.engine import norm_triton
-
-        return norm_triton if norm_triton.works() else None
-    except Exception:  # no compiler, no permission to write, …: PyTorch's own operations do
-        return None
 
 
 def _laid_out(tensor: torch.Tensor, value: Value) -> torch.Tensor:

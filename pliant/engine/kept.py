@@ -24,6 +24,12 @@ def give_back(packed: Packed) -> torch.Tensor:
     return cast("torch.Tensor", packed[0](*packed[1:]))
 
 
+def hooks_reader() -> Callable[[bool], Hooks | None]:
+    """What tells, given False, the hooks on saved tensors that are in force; None where PyTorch does not tell, or there are
+    none."""
+    return getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
 def inside(around: Hooks, pack: Pack, tensor: torch.Tensor) -> Packed:
     """Hooks of others pack what we keep."""
     how, kept, *more = pack(tensor)

@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pliant.engine import kept
-from pliant.engine.kept import Pack, Packed
+from pliant.engine.kept import Pack, Packed, hooks_reader
 from pliant.engine.places import Clip, Places
 from pliant.engine.rules import WAYS, keeps
 from pliant.engine.slices import Slices
@@ -62,7 +62,7 @@ class Lean:
         self._clip: Clip | None = None  # the place of it, where notes are taken
 
     def __enter__(self) -> Lean:
-        self._top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _none)
+        self._top = hooks_reader()
         self.around = self._top(False)  # of others: what they pack is what is kept
         if self._places is None or self._places.enter(self, self._trains):
             self.watcher.__enter__()
@@ -174,7 +174,3 @@ def _pack_(there: list[Any], pack: Pack) -> None:
     packed = pack(there[1])
     if packed[0] is not kept.unchanged:
         there[:] = packed
-
-
-def _none(_: bool) -> None:
-    """Stands for the innermost hooks on saved tensors, where PyTorch does not tell them."""

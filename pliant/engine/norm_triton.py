@@ -13,12 +13,13 @@ import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
+from pliant.norms import in_eights
+
 _ROWS, _CHANNELS = 128, 32  # of one program
 _EIGHT = 8  # values side by side are read at once
-
+_EVERYTHING = -math.inf, math.inf
 
 Clip = tuple[float, float] | None
-_EVERYTHING = -math.inf, math.inf
 
 
 @triton.jit(do_not_specialize=["rows", "eights"])  # type: ignore[untyped-decorator]
@@ -58,9 +59,7 @@ def _back(  # type: ignore[no-untyped-def]
 
 
 def serves(values: torch.Tensor) -> bool:
-    if values.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    return values.shape[1] % _EIGHT == 0 and values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    return values.dtype in (torch.float32, torch.float16, torch.bfloat16) and in_eights(values)
 
 
 def norm_(values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Clip = None) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant import batches
 from pliant.engine.features import Features
-from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed, autocast, norm_kernels
+from pliant.engine.follow import KEPT, LEAKS, Hit, Miss, Strayed, autocast
 from pliant.engine.made import Made
 from pliant.engine.plan import NEW, Plan, Weights
 from pliant.engine.program import (
@@ -32,6 +32,7 @@ from pliant.engine.program import (
     set_random_state,
     unwatched,
 )
+from pliant.engine.rest import norm_kernels
 
 _PROGRAMS = 8  # kept at a time
 _STRAYED = 3  # so often a pass may leave its program before we stop recording them, and once more in twenty that do not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -63,6 +63,22 @@ class _Scaled(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             d_bias = grad.sum([d for d in range(grad.dim()) if d != 1], dtype=ctx.bias_dtype)
         return d_input, None, None, None, d_bias, None
+
+
+@cache
+def norm_kernels(kind: str) -> Any:
+    """What computes a norm and the clipping after it in one kernel on such a device: on CUDA, where Triton works.
+
+    To be asked before a step is captured.
+    """
+    if kind != "cuda":
+        return None
+    try:
+        from pliant.engine import norm_triton
+
+        return norm_triton if norm_triton.works() else None
+    except Exception:  # no compiler, no permission to write, …: PyTorch's own operations do
+        return None
 
 
 def in_one_kernel(
