@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from pliant.drift import Drift, blend, mean
 from pliant.feedback import WITHIN, Feedback, Round
 from pliant.graph import read
 from pliant.measure import origin
+from pliant.memory import StandIns
 from pliant.norms import NormRule
 from pliant.policy import Policy, in_reach, plan
 from pliant.profile import Profile
@@ -61,7 +63,9 @@ class Choice:
     ) -> None:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
         if self.profile is None:
-            self.profile = self._as_run(self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm))
+            with StandIns(model) if self.policy.budget.memory is not None else nullcontext():
+                profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm)
+            self.profile = self._as_run(profile)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         with sandbox(model):
@@ -175,11 +179,12 @@ class Choice:
             raise RuntimeError("nothing is chosen yet.")
         selection = self._plan(replace(now, round=self.selection.round))
         if selection.units == self.selection.units:
-            asked, ran = self._asked_bytes(now) or 0.0, self.feedback.rounds[-1]
+            held = self.profile.inference if self.captured else 0
+            asked, ran = (self._asked_bytes(now) or 0.0) + held, (self.feedback.rounds[-1].measured_bytes or 0) + held
             raise BudgetError(
-                f"memory={asked / 1e3:.10g} KB is below the floor of {math.ceil((ran.measured_bytes or 0) / 1e3)} KB: so much "
+                f"memory={asked / 1e3:.10g} KB is below the floor of {math.ceil(ran / 1e3)} KB: so much "
                 f"was measured in a step that trains the least there is ({', '.join(unit.name for unit in selection.units)}). "
-                f"Use memory>='{math.ceil((ran.measured_bytes or 0) / 1e3)}KB'."
+                f"Use memory>='{math.ceil(ran / 1e3)}KB'."
             )
         return selection
 
@@ -191,7 +196,14 @@ class Choice:
         """The memory limit of a step as it is now."""
         if self.profile is None or self.policy.budget.memory is None:
             return None
-        return self.policy.budget.limits(self.profile.full, now)["bytes"]
+        return bytes_of_a_step(self.policy.budget, self.profile, now, self.captured)
+
+    def has_room(self, budget: Budget, now: Progress) -> bool:
+        """Whether the least that trains, captured, keeps within this budget's memory."""
+        if self.profile is None or budget.memory is None:
+            return True
+        least = self.profile.on(self._engine).cost([Unit("*", tuple(Part(name) for name in self.profile.head))])
+        return least.bytes <= bytes_of_a_step(budget, self.profile, now, captured=True)
 
     def _within(self, now: Progress) -> float | None:
         """The bytes to plan for."""
@@ -212,6 +224,8 @@ class Choice:
             return [names]
         if self.selection is not None:  # the optimizer's state stands meanwhile
             limit -= sum(charge.cost.bytes for charge in self.profile.due(self.selection.units) if charge.kind == "optimizer")
+        if self.captured:  # and let go of for as long as it takes
+            limit += self.profile.inference
         idle = self.profile.without_optimizer
         signal, size = self.policy.signal, {name: self.profile.param_bytes(name) for name in names}
         if signal.needs == "activation":
@@ -297,9 +311,9 @@ class Choice:
             then = replace(now, round=self._next_round)
             deciding = self._deciding(policy)
             self._pending = plan(deciding, profile, self._values, then)
-            if self.correct and (budget.time is not None or budget.memory is not None):
-                asked = budget.limits(profile.full, then).get("bytes")
-                within = self.feedback.bytes_within(asked) if asked is not None and engine == self._engine else None
+            asked = bytes_of_a_step(budget, profile, then, captured) if budget.memory is not None else None
+            if self.correct and (budget.time is not None or asked is not None):
+                within = self.feedback.bytes_within(asked) if asked is not None and engine == self._engine else asked
                 self._pending = plan(deciding, profile, self._values, then, 1 / self.feedback.ratio, within)
         if engine != self._engine:
             self.feedback.forget_bytes()
@@ -435,3 +449,10 @@ class Choice:
         self.policy = replace(self.policy, seed=state["seed"])
         if state["budget"] is not None:
             self.policy = replace(self.policy, budget=Budget(**state["budget"]))
+
+
+def bytes_of_a_step(budget: Budget, profile: Profile, now: Progress, captured: bool) -> float:
+    """What a step may take beyond inference where memory is limited. One that is `captured` holds on to all that it takes, so
+    that there must be room for inference beside it."""
+    limit = budget.limits(profile.full, now)["bytes"]
+    return limit - profile.inference if captured else limit

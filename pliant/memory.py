@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_SMALL = 1 << 12  # elements that are not worth their while
+_ALIGNED = 512  # bytes: where any tensor may begin
+_CPU_CACHE = 1 << 24  # bytes: about what the caches of a processor hold
 
 
 def when_freed(tensor: torch.Tensor, then: Callable[[], None]) -> Any:
@@ -100,6 +107,65 @@ class Live(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         if self._refs.pop(key, None) is not None:
             self._bytes -= size
+
+
+@dataclass(frozen=True)
+class _Shape:
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes(self) -> int:
+        """From its first element to its last."""
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (1 + last) * self.dtype.itemsize
+
+
+def _cached_at_most(device: torch.device) -> int:
+    return 2 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _CPU_CACHE
+
+
+class StandIns(saved_tensors_hooks):
+    """Forward passes inside keep the shapes of what backward needs and not the values: backward finds zeros in their place.
+
+    What a pass takes hangs on shapes, so it can be timed where there is no room for all that it would keep; gradients mean
+    nothing. What holds integers, which may be indices, what is small, and the model's own tensors are kept as they are. All
+    zeros share one piece of memory, but neighbours in time lie apart in it, so that none is found in a cache of the processor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(self._let_go, self._stand_in)
+        self._own = {storage(tensor)[0] for tensor in (*model.parameters(), *model.buffers())}
+        self._largest = self._at = 0
+        self._zeros: dict[torch.device, torch.Tensor] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._zeros.clear()
+
+    def _let_go(self, tensor: torch.Tensor) -> torch.Tensor | _Shape:
+        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not plain or not tensor.is_floating_point() or tensor.numel() < _SMALL or storage(tensor)[0] in self._own:
+            return tensor.detach()
+        shape = _Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        self._largest = max(self._largest, shape.bytes)
+        return shape
+
+    def _stand_in(self, kept: torch.Tensor | _Shape) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        zeros, needed = self._zeros.get(kept.device), kept.bytes
+        if zeros is None or zeros.numel() < needed:
+            size = max(self._largest, min(4 * self._largest, _cached_at_most(kept.device)))
+            zeros = self._zeros[kept.device] = torch.zeros(
+                -(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=kept.device
+            )
+        at = self._at if self._at + needed <= zeros.numel() else 0
+        self._at = at + -(-needed // _ALIGNED) * _ALIGNED
+        typed = zeros.view(kept.dtype)
+        return typed.as_strided(kept.size, kept.stride, at // typed.element_size())
 
 
 class StepPeak:

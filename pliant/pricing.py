@@ -28,10 +28,11 @@ class Pricing:
         """Whether steps of ours will be captured, as far as is known."""
         return self._engine.may_capture and (self._choice.correct or self._engine.way.graphs)
 
-    def measured(self, captures: bool) -> None:
+    def measured(self, captures: bool, now: Progress) -> None:
         """Costs are known now; `captures`: they are to be those of captured steps, where such steps can be."""
         sliced = any(part.dim is not None for unit in self._choice.units for part in unit.parts)
-        self._choice.run_on(self._engine.keeps, self._choice.spared, captures and not sliced)
+        self._engine.may_hold = self._choice.has_room(self._choice.policy.budget, now)
+        self._choice.run_on(self._engine.keeps, self._choice.spared, captures and not sliced and self._engine.may_hold)
 
     def cached(self, named: bool) -> None:
         """The samples of the coming batch are `named`, so that a cache can be used, or not."""
@@ -70,14 +71,15 @@ class Pricing:
 
     def change_budget(self, budget: Budget, now: Progress) -> None:
         """Other engines serve where memory is short. A budget that cannot be kept is refused, and everything stays."""
-        was = self._engine.race
-        if (budget.memory is None) != (self._choice.policy.budget.memory is None):
+        was, may_hold, old = self._engine.race, self._engine.may_hold, self._choice.policy.budget
+        self._engine.may_hold = self._choice.has_room(budget, now)
+        if old.memory is not None or budget.memory is not None:
             self._engine.settle(budget, races=False)
         try:
-            captured = self._choice.captured and self._engine.may_capture
+            captured = self._choice.captured and self._engine.may_capture and self._engine.may_hold
             self._choice.change_budget(budget, now, self._engine.keeps, captured)
         except BaseException:
-            self._engine.race = was
+            self._engine.race, self._engine.may_hold = was, may_hold
             raise
         if self._engine.race is not was:
             self._raced = None
@@ -89,10 +91,11 @@ class Pricing:
         winner = self._engine.race.winner
         return [str(winner) if winner is not None else None, self._raced, self._engine.gave_up_cache]
 
-    def load(self, state: Sequence[Any]) -> None:
+    def load(self, state: Sequence[Any], now: Progress) -> None:
         """Go on the way that won, with the prices of a choice that was loaded before."""
         winner, self._raced, *gave_up = state
         self._engine.gave_up_cache = any(gave_up)
+        self._engine.may_hold = self._choice.has_room(self._choice.policy.budget, now)
         known = self._engine.settle(self._choice.policy.budget, races=self._choice.correct, winner=winner)
         spared = self._choice.spared if known else float(self._engine.caches)
         self._choice.run_on(self._engine.keeps, spared, self._choice.captured and self._engine.may_capture)

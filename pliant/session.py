@@ -303,7 +303,7 @@ class Session:
             if not self.units:
                 with self._pace.not_training("profiling"):
                     self._choice.look(self.model, self.optimizer, self.loss, batch, self.update, self._norms.priced)
-                self._pricing.measured(captures)
+                self._pricing.measured(captures, self.progress)
                 if self._log.path is not None:
                     took = self._pace.spent.get("profiling")
                     self._log.write("start", **journal.start(self.policy, self.profile, self.units, self.engine, took))
@@ -398,11 +398,12 @@ class Session:
         self._elements = sum(tensor.numel() for tensor in batches.tensors(batch))
         if not self._choice.wants_bytes(self._elements):
             return None
+        self._engine.make_room()
         with self._pace.not_training("choosing"):
             try:
                 return inference_bytes(self.model, self.loss, batch)
             except RuntimeError:  # a loss that needs gradients
-                return max(self.profile.moments)
+                return self.profile.inference
 
     def _look_at_bytes(self) -> None:
         """Let the closed loop see the bytes of a step that was measured."""
@@ -446,6 +447,8 @@ class Session:
             self._note(f"asked {self._choice.feedback.rounds[-1]}: {why}")
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
+        if self.budget.memory is not None:
+            self._engine.make_room()
         # Norms run as they do now; before anything is chosen, as if the head alone were.
         current = self._choice.selection.params if self._choice.selection is not None else set(self.profile.head)
         self._hold_norms(current)
@@ -466,6 +469,8 @@ class Session:
         self._log.flush()
         self._look_at_steps()
         measured = self.measured_seconds
+        if self.budget.memory is not None:
+            self._engine.make_room()
         self._apply_(selection)
         self._pricing.chosen(selection)
         self._choice.take(selection, replace(self.progress, round=selection.round))
@@ -519,7 +524,7 @@ class Session:
         self._step = state["step"]
         self._pace.load(state["pace"])
         self._choice.load(state, self.progress)
-        self._pricing.load(state["engine"])
+        self._pricing.load(state["engine"], self.progress)
         self._norms.load(state["norms"])
         self._engine.forget()
         self._laps.load(state["unseen"])

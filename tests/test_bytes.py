@@ -464,3 +464,55 @@ def test_a_few_corrections_do(fixed: int, times: float) -> None:
 def test_a_round_tells_its_bytes() -> None:
     told = str(Round(3, 7, None, 0.002, 0.0, asked_bytes=16e6, predicted_bytes=15_500_000))
     assert told.endswith("memory: asked 16 MB, predicted 15.5 MB, measured –")
+
+
+# ---------------------------------------------------------------- where time is limited, too
+
+
+def by_the_clock(memory: Any, time: Any = 0.6) -> Policy:
+    return replace(policy(memory), cost=partial(measure.timed, repeats=1), budget=Budget(time=time, memory=memory))
+
+
+def test_to_measure_seconds_takes_no_full_step_where_memory_is_limited() -> None:
+    def first_step(budget: Budget) -> int:
+        torch.manual_seed(0)
+        model = Residual()
+        optimizer, batch = momentum(model), data(16)
+        with Session(model, optimizer, classify, replace(by_the_clock(None), budget=budget), undo=False) as session:
+            measure.inference_bytes(model, classify, batch)  # what libraries make once
+            with Live(torch.device("cpu")) as live:
+                session.before_step(batch)
+            return live.peak
+
+    torch.manual_seed(0)
+    model = Residual()
+    peak, _ = measure.peak_bytes(model, momentum(model), classify, data(16))
+    assert first_step(Budget(time=0.6)) > peak
+    assert first_step(Budget(time=0.6, memory=0.3)) < 0.6 * peak
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_captured_steps_and_inference_keep_a_limit_together_on_cuda() -> None:
+    """What they hold is reserved, and stands beside whatever else runs."""
+    torch.manual_seed(0)
+    model = Residual(clip=True).cuda().to(memory_format=torch.channels_last)
+    images, labels = (one.cuda() for one in data(256))
+    batch = images.contiguous(memory_format=torch.channels_last), labels
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    inference = measure.inference_bytes(model, classify, batch)
+    full = measure.counted(model, optimizer, classify, batch).full.bytes
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    limit = 0.6 * full
+    with Session(model, optimizer, classify, by_the_clock(0.6, "1s"), undo=False) as session:
+        for _ in range(60):
+            session.step(batch)
+        assert session._engine.way.graphs and session.profile.captured, session.why_not
+        assert session.selection.cost.bytes <= limit - session.profile.inference
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved() - before
+        assert held <= 1.1 * limit + 8e6  # the allocator's pieces are of 2 MB and more
+        with torch.no_grad():
+            classify(model, batch)
+        assert torch.cuda.max_memory_allocated() <= limit + inference + 64e6  # weights, batch, and what measuring needs

@@ -724,6 +724,48 @@ def test_captured_steps_keep_what_launches_could_not(start: Open, capturing: Non
     assert 0.9 * asked <= sum(spent) / len(spent) <= 1.03 * asked
 
 
+def test_captured_steps_leave_room_for_inference_where_memory_is_limited(start: Open, capturing: None) -> None:
+    """They hold on to all that they take, also while something else runs."""
+    policy = replace(last(0.15), cost=launching)
+    with start(policy, engine="graphs") as session:
+        train(session, 1)
+        whole, taken = session.profile.full, session.selection.cost.bytes
+        inference, head = session.profile.inference, session.profile.cost(session.selection.units[:1]).bytes
+    assert inference > 0 and head < taken
+
+    def limited(memory: int) -> Session:
+        return start(replace(policy, budget=replace(policy.budget, memory=f"{memory}B")), engine="graphs", correct=False)
+
+    for memory in (taken + inference, taken + inference - 1, head + inference):
+        with limited(memory) as session:
+            train(session, 1)
+            assert session.profile.captured and session.profile.full == whole
+            assert session.selection.cost.bytes <= memory - inference
+            assert (session.selection.cost.bytes == taken) == (memory == taken + inference)
+    with limited(head + inference - 1) as session, pytest.raises(BudgetError, match="below the floor"):
+        session.step(STREAM[0])  # eagerly there is room, but not the time
+    eager = replace(policy, budget=Budget(time=1.0, memory=f"{head + inference - 1}B"))
+    with start(eager, engine="graphs", correct=False) as session:
+        train(session, 1)
+        assert not session.profile.captured and not session._engine.may_hold
+        assert head <= session.selection.cost.bytes < head + inference
+
+
+def test_another_budget_may_end_captures_and_begin_them(start: Open, capturing: None) -> None:
+    with start(replace(last(0.5), cost=launching), engine="graphs", correct=False) as session:
+        train(session, 1)
+        inference, head = session.profile.inference, session.profile.cost(session.selection.units[:1]).bytes
+        with pytest.raises(BudgetError, match="below the floor"):
+            session.budget = Budget(time=0.15, memory=f"{head}B")
+        assert session._engine.may_hold and session.profile.captured
+        session.budget = Budget(time=0.9, memory=f"{head}B")
+        train(session, 1)
+        assert not session._engine.may_hold and not session.profile.captured
+        assert session.selection.cost.bytes <= head
+        session.budget = Budget(time=0.9, memory=f"{head + inference}B")
+        assert session._engine.may_hold
+
+
 @pytest.mark.parametrize("engine", ["auto", "graphs"])
 def test_what_cannot_be_captured_is_priced_as_such(start: Open, racing: None, engine: str) -> None:
     """Here there is no CUDA device."""

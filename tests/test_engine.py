@@ -384,6 +384,16 @@ def test_what_auto_may_pick_from() -> None:
     counted = allowed("auto", memory_is_short=False, cuda=False, caches=True, macs_are_short=True)
     assert list(map(str, counted)) == ["prefix, cache"]  # choices count on the MACs that it saves
     assert ways("auto", memory_is_short=True, caches=True) == ways("lean+prefix", caches=True) == ["lean+prefix, cache"]
+    assert ways("auto", memory_is_short=True, cuda=True) == ["lean"]
+
+    def held(engine: str, cuda: bool = True, caches: bool = False) -> list[str]:
+        return [str(way) for way in allowed(engine, memory_is_short=True, cuda=cuda, caches=caches, may_hold=True)]
+
+    assert held("auto") == ["lean", "lean+graphs", "lean+prefix+graphs"]
+    assert held("auto-prefix") == ["lean", "lean+graphs"]
+    assert held("auto-graphs") == held("auto", cuda=False) == ["lean"]
+    assert held("auto-lean") == ["plain"]
+    assert held("auto", caches=True) == ["lean+prefix, cache"]
     assert ways("lean", caches=True) == ["lean"]
     assert ways("prefix+lean") == ["lean+prefix"]
     for wrong in ("steam", "lean+steam", "auto-steam", "lean+lean", "plain+lean", "lean-prefix", ""):

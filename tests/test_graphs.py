@@ -407,6 +407,28 @@ def test_many_choices_leave_memory_flat(device: str) -> None:
     assert graphs.captures == 200
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_where_room_is_made_the_next_step_is_captured_anew(device: str, name: str) -> None:
+    ends, reserved = [], []
+    for captured in (True, False):
+        model = net(device)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        graphs, work = graphs_of(model, optimizer, device), step_of(model, optimizer)
+        for k, batch in enumerate(batches(12, device)):
+            optimizer.zero_grad(set_to_none=True)
+            if captured and k in (3, 4, 8):
+                before = torch.cuda.memory_reserved() if device == "cuda" else len(graphs._known)
+                graphs.make_room()
+                reserved.append((before, torch.cuda.memory_reserved() if device == "cuda" else len(graphs._known)))
+            graphs.step(batch, work, choice=0) if captured else work(batch)
+        ends.append(list(model.state_dict().values()))
+        assert not captured or (graphs.captures, graphs.replays) == (4, 11)
+    assert all(after < before for before, after in reserved)
+    for a, b in zip(*ends, strict=True):
+        torch.testing.assert_close(a, b, **tolerance(device, name))
+
+
 def test_what_a_capture_takes_is_not_what_eager_steps_take() -> None:
     """Refused steps are no captures under way."""
     model = net("cpu")

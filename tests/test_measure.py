@@ -23,7 +23,7 @@ from pliant import Part, Profile, ProfileMismatch, Unit, apply, batches, measure
 from pliant.apply import apply_, sandbox
 from pliant.clock import Watch
 from pliant.graph import read, trainable, walk
-from pliant.memory import Live
+from pliant.memory import Live, StandIns
 from pliant.norms import NormRule, Norms
 from pliant.profile import Charge
 from pliant.update import Update
@@ -524,6 +524,23 @@ PEAKS_BEYOND = {
     "transformer": 0.12,  # under: what a frame holds on to in the forward pass, and nobody reads again, is taken for freed
     "two_inputs": 0.12,  # under: the loss itself is not counted during the backward pass, and mse_loss leaves a large one
 }
+
+
+@every_case
+def test_seconds_can_be_measured_where_nothing_is_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And cost the same bytes and MACs, and leave no trace either."""
+    model, optimizer, loss, batch = mid_training(case)
+    plain = measure.timed(model, optimizer, loss, batch, repeats=1)
+    before = fingerprint(model, optimizer)
+    monkeypatch.setattr("pliant.memory._SMALL", 1)
+    with StandIns(model):
+        thin = measure.timed(model, optimizer, loss, batch, repeats=1)
+    assert fingerprint(model, optimizer) == before
+    assert [(c.name, c.params, c.via) for c in thin.charges] == [(c.name, c.params, c.via) for c in plain.charges]
+    for k in range(len(plain.params)):
+        mine, other = (profile.cost(whole(*plain.params[k:])) for profile in (thin, plain))
+        assert (mine.bytes, mine.macs) == (other.bytes, other.macs)
+        assert mine.seconds > 0
 
 
 @pytest.mark.parametrize("case", ZOO.values())

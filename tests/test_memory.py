@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 
-from pliant.memory import Live, resident, storage, when_freed
+from pliant.memory import Live, StandIns, resident, storage, when_freed
 
 CPU = torch.device("cpu")
 KB = 256 * 4  # what 256 numbers take
@@ -230,3 +232,88 @@ def test_tensors_without_memory_do_not_count() -> None:
         shape = shape * 2
         real = torch.ones(10)
     assert live.peak == real.numel() * 4 and shape.shape == (1000,)
+
+
+# ---------------------------------------------------------------- what stands in for what is kept
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
+
+
+def test_stand_ins_have_the_shape_and_not_the_memory() -> None:
+    model, x = stack(), torch.randn(2048, 64)
+
+    def run() -> tuple[int, list[tuple[torch.Size, torch.dtype]]]:
+        with Live(CPU) as live:
+            grads = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        return live.peak, [(grad.shape, grad.dtype) for grad in grads]
+
+    most, shapes = run()
+    with StandIns(model):
+        least, same = run()
+    assert same == shapes
+    kept = x.nbytes
+    assert most >= 12 * kept and least <= 8 * kept  # four of them are zeros that all share
+    assert run() == (most, shapes)
+
+
+def test_neighbours_in_time_lie_apart() -> None:
+    """Else a processor would find each in its cache, where the last one was."""
+    model, x = stack(), torch.randn(256, 64)
+    kept: list[torch.Tensor] = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(value)
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            kept.append(ctx.saved_tensors[0])
+            return grad
+
+    with StandIns(model):
+        value = x.requires_grad_()
+        for _ in range(6):
+            value = Keeps.apply(value * 1.0)
+        value.sum().backward()
+    places = [tensor.data_ptr() for tensor in kept]
+    assert len(kept) == 6 and not any(tensor.any() for tensor in kept)
+    assert all(a != b for a, b in pairwise(places)) and len(set(places)) == 4
+    assert len({storage(tensor)[0] for tensor in kept}) == 1
+
+
+def test_indices_and_small_or_own_tensors_are_kept() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(50, 64), nn.Linear(16, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(nn.functional.max_pool1d(self.table(ids), 4).mean(1))
+
+    torch.manual_seed(0)
+    model, ids, labels = Looks(), torch.randint(0, 50, (16, 12)), torch.randint(0, 3, (16,))
+
+    def grads() -> list[torch.Tensor]:
+        value = nn.functional.cross_entropy(model(ids), labels)
+        return list(torch.autograd.grad(value, list(model.parameters())))
+
+    plain = grads()
+    with StandIns(model):
+        mine = grads()
+    for a, b in zip(mine, plain, strict=True):  # what is large here is only the table, an own one, and indices
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_strides_and_types_are_those_of_what_was_kept(layout: torch.memory_format, dtype: torch.dtype) -> None:
+    image = torch.randn(4, 8, 16, 16, dtype=dtype).contiguous(memory_format=layout).requires_grad_()
+    with StandIns(nn.Identity()):
+        out = torch.sigmoid(image)
+    kept = out.grad_fn._saved_result  # type: ignore[union-attr]
+    assert (kept.shape, kept.stride(), kept.dtype) == (out.shape, out.stride(), dtype) and not kept.any()

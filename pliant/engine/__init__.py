@@ -60,6 +60,7 @@ class Engine:
         self.features = features
         self.slices: Slices | None = None
         self.gave_up_cache = False  # since filling it takes too long
+        self.may_hold = True  # whether there is room for what captured steps hold on to, where memory is limited
         self.race = Race(self._allowed(Budget()))
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_norms(model)
@@ -70,7 +71,7 @@ class Engine:
         self._not_lean: set[str] = set()
         self._told_lean: set[str] = set()
         self._callers: _CallersStep | None = None
-        self._no_ids = self._is_callers = self._is_eager = False
+        self._no_ids = self._is_callers = self._is_eager = self._is_tight = False
         self.fills = False  # whether the last batch was put into the cache
 
     # ------------------------------------------------------------ which way
@@ -105,6 +106,7 @@ class Engine:
     def settle(self, budget: Budget, races: bool, winner: str | None = None) -> bool:
         """Pick among the ways that are allowed: the way that won before, else by a race on real steps, or without one the
         first. Tells whether it is the one that won before."""
+        self._is_tight = budget.memory is not None
         ways, behind = self._allowed(budget), self.race.far_behind() if races else set()
         known = next((way for way in ways if str(way) == winner), None)
         self.race = Race(ways, known if races else known or ways[0], behind)
@@ -113,7 +115,13 @@ class Engine:
     def _allowed(self, budget: Budget) -> list[Way]:
         caches, short = self.features is not None, budget.memory is not None
         ways = allowed(
-            self._asked, memory_is_short=short, cuda=self._cuda, caches=caches, macs_are_short=budget.macs is not None
+            self._asked,
+            memory_is_short=short,
+            cuda=self._cuda,
+            caches=caches,
+            macs_are_short=budget.macs is not None,
+            may_hold=self.may_hold
+            and budget.time is not None,  # where no time is asked for, memory is better spent on training
         )
         others = [way for way in ways if not way.cache]
         return others if self.gave_up_cache and others else ways
@@ -215,6 +223,11 @@ class Engine:
         if self._cuda:
             self._graphs = Graphs(self._model, self._loss, optimizer)
 
+    def make_room(self) -> None:
+        """Let go of what captured steps hold on to: they are captured anew."""
+        if self._graphs is not None:
+            self._graphs.make_room()
+
     def leaves(self) -> dict[str, torch.Tensor]:
         """What stands for each slice where gradients gather, by the name of its parameter."""
         return self.slices.leaves() if self.slices is not None else {}
@@ -277,6 +290,8 @@ class Engine:
                 self._rehearse(batch, ids)
                 self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
             made += self._prefix.made(batch, ids, self._sliced)
+        if self._is_tight and self._cuda:
+            torch.cuda.empty_cache()  # a capture takes its memory from elsewhere than eager steps do
         return made
 
     def _take_cached(

@@ -140,6 +140,14 @@ class Graphs:
         self._waited.clear()
         self._failures.clear()
 
+    def make_room(self) -> None:
+        """Let go of captured steps and of the memory that they hold; the next one of a kind captures it anew."""
+        if self._known:
+            self._known.clear()
+            if isinstance(self._capture, OnCuda):
+                self._capture = OnCuda(self._device)  # with a pool of its own
+                torch.cuda.empty_cache()
+
     def _watched(self, batch: Any, work: Work, key: Hashable) -> torch.Tensor:
         """An eager step, the first of its kind, that tells whether Python has a part in it."""
         before = self._baked.python_state()

@@ -178,6 +178,11 @@ class Profile:
         np.subtract.at(change, live[:, 1], size)
         return np.cumsum(change)[:-1] + np.array(self.moments, np.int64)
 
+    @property
+    def inference(self) -> int:
+        """Bytes that a forward pass without gradients takes at its peak."""
+        return max(self.moments)
+
     def kept(self, units: Iterable[Unit]) -> int:
         """Bytes that stay for the backward pass when just these units are chosen."""
         return sum(charge.cost.bytes for charge in self.due(units) if charge.kind == KEPT)
