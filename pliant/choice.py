@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +16,9 @@ from pliant.budget import RESOURCES, Budget, Progress
 from pliant.drift import Drift, blend, mean
 from pliant.feedback import WITHIN, Feedback, Round
 from pliant.graph import read
-from pliant.measure import origin
-from pliant.memory import StandIns
+from pliant.measure import origin, sparing
 from pliant.norms import NormRule
-from pliant.policy import Policy, in_reach, plan
+from pliant.policy import Policy, in_reach, least_bytes, plan
 from pliant.profile import Profile
 from pliant.types import BudgetError, Part, ProbeError, Selection, Unit
 from pliant.update import Update
@@ -63,9 +61,9 @@ class Choice:
     ) -> None:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
         if self.profile is None:
-            with StandIns(model) if self.policy.budget.memory is not None else nullcontext():
-                profile = self.policy.cost(model, optimizer, loss, batch, update=update, norm=norm)
-            self.profile = self._as_run(profile)
+            short = self.policy.budget.memory is not None and update.scaler is None  # which skips steps without real gradients
+            cost = sparing(self.policy.cost) if short else self.policy.cost
+            self.profile = self._as_run(cost(model, optimizer, loss, batch, update=update, norm=norm))
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         with sandbox(model):
@@ -119,7 +117,7 @@ class Choice:
         were asked; by more than another choice would take of each step that is left, its `toll`."""
         if self.selection is None or self._pending is not None:
             return False
-        if self._is_over(now):
+        if self.is_over(now):
             return True
         if self._collected is not None:
             return False
@@ -143,7 +141,7 @@ class Choice:
         """
         if self.selection is None:
             return None
-        if self._is_over(now):
+        if self.is_over(now):
             return self._smaller(now)
         moved, asked = self._budget_moved(now), self.asked_seconds(now) if self.correct else None
         near = () if moved else self.selection.units  # another budget is no correction
@@ -179,16 +177,16 @@ class Choice:
             raise RuntimeError("nothing is chosen yet.")
         selection = self._plan(replace(now, round=self.selection.round))
         if selection.units == self.selection.units:
-            held = self.profile.inference if self.captured else 0
-            asked, ran = (self._asked_bytes(now) or 0.0) + held, (self.feedback.rounds[-1].measured_bytes or 0) + held
+            asked, ran = self._asked_bytes(now) or 0.0, self.feedback.rounds[-1]
             raise BudgetError(
-                f"memory={asked / 1e3:.10g} KB is below the floor of {math.ceil(ran / 1e3)} KB: so much "
+                f"memory={asked / 1e3:.10g} KB is below the floor of {math.ceil((ran.measured_bytes or 0) / 1e3)} KB: so much "
                 f"was measured in a step that trains the least there is ({', '.join(unit.name for unit in selection.units)}). "
-                f"Use memory>='{math.ceil(ran / 1e3)}KB'."
+                f"Use memory>='{math.ceil((ran.measured_bytes or 0) / 1e3)}KB'."
             )
         return selection
 
-    def _is_over(self, now: Progress) -> bool:
+    def is_over(self, now: Progress) -> bool:
+        """Whether a step of the selection in force took more bytes than it may."""
         asked = self._asked_bytes(now) if self.correct else None
         return asked is not None and self.feedback.is_over(asked)
 
@@ -196,14 +194,24 @@ class Choice:
         """The memory limit of a step as it is now."""
         if self.profile is None or self.policy.budget.memory is None:
             return None
-        return bytes_of_a_step(self.policy.budget, self.profile, now, self.captured)
+        return self._budget.limits(self.profile.full, now)["bytes"]
 
-    def has_room(self, budget: Budget, now: Progress) -> bool:
-        """Whether the least that trains, captured, keeps within this budget's memory."""
+    @property
+    def _budget(self) -> Budget:
+        """The budget of steps as they run."""
+        budget = self.policy.budget
+        return leaving_room(budget, self.profile) if self.captured and self.profile is not None else budget
+
+    def has_room(self, budget: Budget, now: Progress, engine: str | None = None) -> bool:
+        """Whether steps that train the least there is can be captured within this budget's memory; on this engine, if not on
+        the one that runs them now."""
         if self.profile is None or budget.memory is None:
             return True
-        least = self.profile.on(self._engine).cost([Unit("*", tuple(Part(name) for name in self.profile.head))])
-        return least.bytes <= bytes_of_a_step(budget, self.profile, now, captured=True)
+        engine = engine or self._engine
+        profile = self.profile.on(engine)
+        room = leaving_room(budget, profile).limits(profile.full, now)["bytes"]
+        within = self.feedback.bytes_within(room) if self.correct and engine == self._engine else room
+        return least_bytes(self.policy, profile, self.units) <= within
 
     def _within(self, now: Progress) -> float | None:
         """The bytes to plan for."""
@@ -219,12 +227,12 @@ class Choice:
         limit = self._within(now)
         if self.profile is None or (limit is None and self.policy.budget.macs is None):
             return None
-        names = in_reach(self.policy, self.profile, self.units, now)
+        names = in_reach(replace(self.policy, budget=self._budget), self.profile, self.units, now)
         if limit is None:
             return [names]
         if self.selection is not None:  # the optimizer's state stands meanwhile
             limit -= sum(charge.cost.bytes for charge in self.profile.due(self.selection.units) if charge.kind == "optimizer")
-        if self.captured:  # and let go of for as long as it takes
+        if self.captured:  # steps that hold on to something are let go of meanwhile
             limit += self.profile.inference
         idle = self.profile.without_optimizer
         signal, size = self.policy.signal, {name: self.profile.param_bytes(name) for name in names}
@@ -303,18 +311,20 @@ class Choice:
         policy = replace(self.policy, budget=budget)
         spared = self.spared if engine == self._engine else float(self.spared == 1)  # what inference spares was the old one's
         profile = self.profile.on(engine, spared, captured) if self.profile is not None else None
-        if captured != self.captured:
-            self.feedback.ratio = 1.0  # it was one of other prices
-        if (engine, spared, captured) != (self._engine, self.spared, self.captured):
-            self.feedback.since = len(self.feedback.rounds)
+        ratio = self.feedback.ratio if captured == self.captured else 1.0  # it was one of other prices
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
-            deciding = self._deciding(policy)
-            self._pending = plan(deciding, profile, self._values, then)
-            asked = bytes_of_a_step(budget, profile, then, captured) if budget.memory is not None else None
-            if self.correct and (budget.time is not None or asked is not None):
-                within = self.feedback.bytes_within(asked) if asked is not None and engine == self._engine else asked
-                self._pending = plan(deciding, profile, self._values, then, 1 / self.feedback.ratio, within)
+            room = leaving_room(budget, profile) if captured else budget
+            deciding = self._deciding(replace(policy, budget=room))
+            pending = plan(deciding, profile, self._values, then)
+            if self.correct and (budget.time is not None or budget.memory is not None):
+                asked = room.limits(profile.full, then).get("bytes")
+                within = self.feedback.bytes_within(asked) if asked is not None and engine == self._engine else None
+                pending = plan(deciding, profile, self._values, then, 1 / ratio, within)
+            self._pending = pending
+        self.feedback.ratio = ratio
+        if (engine, spared, captured) != (self._engine, self.spared, self.captured):
+            self.feedback.since = len(self.feedback.rounds)
         if engine != self._engine:
             self.feedback.forget_bytes()
         self.policy, self.profile = policy, profile
@@ -365,7 +375,8 @@ class Choice:
             correction = 1.0
             if asked is not None and self.correct:
                 correction = self.feedback.correction(asked) if aim is None else aim / asked
-        selection = plan(self._deciding(self.policy), self.profile, self._values, now, correction, self._within(now), near)
+        policy = self._deciding(replace(self.policy, budget=self._budget))
+        selection = plan(policy, self.profile, self._values, now, correction, self._within(now), near)
         self._remember(selection)
         return selection
 
@@ -382,7 +393,7 @@ class Choice:
         asked = self.asked_seconds(now)
         if asked is None or self.profile is None or not self.correct:
             return None
-        limits = self.policy.budget.limits(self.profile.full, now)
+        limits = self._budget.limits(self.profile.full, now)
         aim, within = aim or asked * self.feedback.correction(asked), self._within(now)
         for known in sorted(self._plans, key=lambda known: -known.cost.seconds):
             limit, cost = known.limit["seconds"], known.cost.seconds
@@ -403,7 +414,7 @@ class Choice:
         if self.selection is None or self.profile is None or not any(callable(getattr(budget, k)) for k in RESOURCES):
             return False
         planned = self.selection.asked
-        limits = budget.limits(self.profile.full, now)
+        limits = self._budget.limits(self.profile.full, now)
         room = {name: 0.05 * planned.get(name, 0.0) + (toll if name == "seconds" else 0.0) for name in limits}
         return any(abs(amount - planned.get(name, 0.0)) > room[name] for name, amount in limits.items())
 
@@ -451,8 +462,12 @@ class Choice:
             self.policy = replace(self.policy, budget=Budget(**state["budget"]))
 
 
-def bytes_of_a_step(budget: Budget, profile: Profile, now: Progress, captured: bool) -> float:
-    """What a step may take beyond inference where memory is limited. One that is `captured` holds on to all that it takes, so
-    that there must be room for inference beside it."""
-    limit = budget.limits(profile.full, now)["bytes"]
-    return limit - profile.inference if captured else limit
+def leaving_room(budget: Budget, profile: Profile) -> Budget:
+    """What captured steps may take of a budget: they hold on to all that they take, so inference must have room beside it."""
+    if budget.memory is None:
+        return budget
+
+    def memory(now: Progress) -> str:
+        return f"{max(budget.limits(profile.full, now)['bytes'] - profile.inference, 1.0)}B"
+
+    return replace(budget, memory=memory)

@@ -18,7 +18,7 @@ from pliant.batches import Around, Loss
 from pliant.charges import Sizes, Times
 from pliant.clock import device_name, undisturbed
 from pliant.graph import Graph, compute_loss, read, trainable
-from pliant.memory import Live, storage
+from pliant.memory import Live, StandIns, storage
 from pliant.norms import NormRule, Norms
 from pliant.passes import Passes
 from pliant.profile import Profile
@@ -100,6 +100,20 @@ def timed(
             norms.release_()
             profile = replace(profile, plain=trial.plain(profile, repeats))
     return profile
+
+
+def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
+    """The same measurement where memory is short: nothing is kept for backward (`memory.StandIns`). A model whose backward pass
+    cannot go without real values is measured with them."""
+
+    def measured(model: nn.Module, *how: Any, **more: Any) -> Profile:
+        try:
+            with torch.autograd.set_detect_anomaly(False), StandIns(model):
+                return cost(model, *how, **more)
+        except Exception:  # raised where values are looked at; if not, it comes again
+            return cost(model, *how, **more)
+
+    return measured
 
 
 def modelled(peaks: Peaks, launch: float = 5e-6) -> Callable[..., Profile]:

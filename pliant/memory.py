@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _SMALL = 1 << 12  # elements that are not worth their while
+_PLAIN = (torch.Tensor, nn.Parameter)
 _ALIGNED = 512  # bytes: where any tensor may begin
 _CPU_CACHE = 1 << 24  # bytes: about what the caches of a processor hold
 
@@ -109,18 +109,12 @@ class Live(TorchDispatchMode):
             self._bytes -= size
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def bytes(self) -> int:
-        """From its first element to its last."""
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return (1 + last) * self.dtype.itemsize
+    bytes: int  # from its first element to its last
 
 
 def _cached_at_most(device: torch.device) -> int:
@@ -130,42 +124,54 @@ def _cached_at_most(device: torch.device) -> int:
 class StandIns(saved_tensors_hooks):
     """Forward passes inside keep the shapes of what backward needs and not the values: backward finds zeros in their place.
 
-    What a pass takes hangs on shapes, so it can be timed where there is no room for all that it would keep; gradients mean
-    nothing. What holds integers, which may be indices, what is small, and the model's own tensors are kept as they are. All
-    zeros share one piece of memory, but neighbours in time lie apart in it, so that none is found in a cache of the processor.
+    What a pass takes hangs on shapes, with few exceptions (zeros as places to gather from all point to one), so it can be timed
+    where there is no room for all that it would keep; gradients mean nothing. What holds integers, which may be indices, what
+    is small, and the model's own tensors are kept as they are. All zeros share one piece of memory, but neighbours in time lie
+    apart in it, so that none is found in a cache of the processor.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._let_go, self._stand_in)
-        self._own = {storage(tensor)[0] for tensor in (*model.parameters(), *model.buffers())}
+        own = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.layout == torch.strided)
+        self._own = {tensor.data_ptr() for tensor in own if type(tensor) in _PLAIN}
         self._largest = self._at = 0
-        self._zeros: dict[torch.device, torch.Tensor] = {}
+        self._zeros: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._zeros.clear()
 
     def _let_go(self, tensor: torch.Tensor) -> torch.Tensor | _Shape:
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if not plain or not tensor.is_floating_point() or tensor.numel() < _SMALL or storage(tensor)[0] in self._own:
-            return tensor.detach()
-        shape = _Shape(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        itself = tensor if tensor.grad_fn is None else tensor.detach()  # an output that its own node keeps would be a cycle
+        if tensor.numel() < _SMALL or not tensor.is_floating_point() or type(tensor) not in _PLAIN:
+            return itself
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.data_ptr() in self._own:
+            return itself
+        size, stride = tensor.shape, tensor.stride()
+        elements = 1 + sum((many - 1) * apart for many, apart in zip(size, stride, strict=True))
+        shape = _Shape(size, stride, tensor.dtype, tensor.device, elements * tensor.element_size())
         self._largest = max(self._largest, shape.bytes)
         return shape
 
     def _stand_in(self, kept: torch.Tensor | _Shape) -> torch.Tensor:
         if isinstance(kept, torch.Tensor):
             return kept
-        zeros, needed = self._zeros.get(kept.device), kept.bytes
-        if zeros is None or zeros.numel() < needed:
-            size = max(self._largest, min(4 * self._largest, _cached_at_most(kept.device)))
-            zeros = self._zeros[kept.device] = torch.zeros(
-                -(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=kept.device
-            )
-        at = self._at if self._at + needed <= zeros.numel() else 0
-        self._at = at + -(-needed // _ALIGNED) * _ALIGNED
-        typed = zeros.view(kept.dtype)
-        return typed.as_strided(kept.size, kept.stride, at // typed.element_size())
+        zeros = self._zeros.get((kept.device, kept.dtype))
+        if zeros is None or zeros.nbytes < kept.bytes:
+            zeros = self._zeros[kept.device, kept.dtype] = self._enough(kept.device).view(kept.dtype)
+        at = self._at if self._at + kept.bytes <= zeros.nbytes else 0
+        self._at = at + -(-kept.bytes // _ALIGNED) * _ALIGNED
+        return zeros.as_strided(kept.size, kept.stride, at // zeros.element_size())
+
+    def _enough(self, device: torch.device) -> torch.Tensor:
+        """As many zeros as anything needs, and some more."""
+        there = self._zeros.get((device, torch.uint8))
+        if there is None or there.nbytes < self._largest:
+            size = max(self._largest, min(4 * self._largest, _cached_at_most(device)))
+            self._zeros = {key: zeros for key, zeros in self._zeros.items() if key[0] != device}  # all are of one memory
+            there = torch.zeros(-(-size // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
+            self._zeros[device, torch.uint8] = there
+        return there
 
 
 class StepPeak:

@@ -88,11 +88,7 @@ def plan(
     names = tuple(unit.name for unit in units)
     worth = np.array([values[unit] for unit in units], float)
     worth[~np.isfinite(worth)] = 0.0
-    always = np.zeros(len(units), bool)
-    always[list(match(names, policy.always))] = True
-    if policy.head:
-        always |= [not set(profile.head).isdisjoint(unit.params) for unit in units]
-
+    always = _always(policy, profile, units)
     full = profile.full
     asked = policy.budget.limits(full, progress)
     if "joules" in asked:
@@ -148,6 +144,23 @@ def plan(
         dict(zip(names, worth.tolist(), strict=True)),
         asked,
     )
+
+
+def least_bytes(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> int:
+    """What a step takes up that trains no more than it must."""
+    always = [unit for unit, taken in zip(units, _always(policy, profile, units), strict=True) if taken]
+    if always:
+        return profile.cost(always).bytes
+    return min((profile.cost([unit]).bytes for unit in units if profile.due([unit])), default=0)
+
+
+def _always(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> NDArray[np.bool_]:
+    """The units that are chosen whatever they are worth."""
+    always = np.zeros(len(units), bool)
+    always[list(match(tuple(unit.name for unit in units), policy.always))] = True
+    if policy.head:
+        always |= [not set(profile.head).isdisjoint(unit.params) for unit in units]
+    return always
 
 
 def _some_fits(problem: Problem, held: NDArray[np.bool_]) -> bool:

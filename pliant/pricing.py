@@ -31,8 +31,20 @@ class Pricing:
     def measured(self, captures: bool, now: Progress) -> None:
         """Costs are known now; `captures`: they are to be those of captured steps, where such steps can be."""
         sliced = any(part.dim is not None for unit in self._choice.units for part in unit.parts)
-        self._engine.may_hold = self._choice.has_room(self._choice.policy.budget, now)
+        self._engine.may_hold = self._choice.has_room(self._choice.policy.budget, now, self._engine.keeps)
         self._choice.run_on(self._engine.keeps, self._choice.spared, captures and not sliced and self._engine.may_hold)
+
+    def look_for_room(self, now: Progress) -> None:
+        """Where the limit of memory changes, or steps took more than it, they are captured only as long as there is room for
+        what they hold on to."""
+        budget = self._choice.policy.budget
+        if not self._choice.captured or not (callable(budget.memory) or self._choice.is_over(now)):
+            return
+        self._engine.may_hold = self._choice.has_room(budget, now)
+        if not self._engine.may_hold:
+            self._engine.make_room()
+            self._engine.settle(budget, races=False)
+            self._choice.run_on(self._engine.keeps, self._choice.spared, captured=False)
 
     def cached(self, named: bool) -> None:
         """The samples of the coming batch are `named`, so that a cache can be used, or not."""
@@ -71,17 +83,20 @@ class Pricing:
 
     def change_budget(self, budget: Budget, now: Progress) -> None:
         """Other engines serve where memory is short. A budget that cannot be kept is refused, and everything stays."""
-        was, may_hold, old = self._engine.race, self._engine.may_hold, self._choice.policy.budget
-        self._engine.may_hold = self._choice.has_room(budget, now)
-        if old.memory is not None or budget.memory is not None:
-            self._engine.settle(budget, races=False)
+        engine, old = self._engine, self._choice.policy.budget
+        was = engine.race, engine.may_hold, engine.is_tight
+        if (budget.memory is None) != (old.memory is None):
+            engine.settle(budget, races=False)
         try:
-            captured = self._choice.captured and self._engine.may_capture and self._engine.may_hold
-            self._choice.change_budget(budget, now, self._engine.keeps, captured)
+            engine.may_hold = self._choice.has_room(budget, now, engine.keeps)
+            if budget.memory is not None and not engine.serves(budget):
+                engine.settle(budget, races=False)
+            captured = self._choice.captured and engine.may_capture and engine.may_hold
+            self._choice.change_budget(budget, now, engine.keeps, captured)
         except BaseException:
-            self._engine.race, self._engine.may_hold = was, may_hold
+            engine.race, engine.may_hold, engine.is_tight = was
             raise
-        if self._engine.race is not was:
+        if engine.race is not was[0]:
             self._raced = None
 
     # ------------------------------------------------------------ save and resume
@@ -98,4 +113,5 @@ class Pricing:
         self._engine.may_hold = self._choice.has_room(self._choice.policy.budget, now)
         known = self._engine.settle(self._choice.policy.budget, races=self._choice.correct, winner=winner)
         spared = self._choice.spared if known else float(self._engine.caches)
-        self._choice.run_on(self._engine.keeps, spared, self._choice.captured and self._engine.may_capture)
+        captured = self._choice.captured and self._engine.may_capture and self._engine.may_hold
+        self._choice.run_on(self._engine.keeps, spared, captured)

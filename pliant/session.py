@@ -422,6 +422,7 @@ class Session:
         may = self._choice.correct and self._pace.may_correct and not self._engine.race.is_on and self._choice.spared < 1
         capture = self._engine.seconds_per_choice
         toll = (capture + self._pace.per_correction) / self._left if capture else 0.0
+        self._pricing.look_for_room(self.progress)
         if self._choice.is_off(self.progress, looked and may, toll):
             with self._pace.correcting():
                 selection = self._choice.again(self.progress, toll)
@@ -469,8 +470,6 @@ class Session:
         self._log.flush()
         self._look_at_steps()
         measured = self.measured_seconds
-        if self.budget.memory is not None:
-            self._engine.make_room()
         self._apply_(selection)
         self._pricing.chosen(selection)
         self._choice.take(selection, replace(self.progress, round=selection.round))

@@ -751,6 +751,69 @@ def test_captured_steps_leave_room_for_inference_where_memory_is_limited(start: 
         assert head <= session.selection.cost.bytes < head + inference
 
 
+def test_what_is_always_chosen_needs_its_room_too(start: Open, capturing: None) -> None:
+    """Where it has none, steps are not captured."""
+    policy = replace(last(1.0), cost=launching, always=("layers.0",))
+    with start(policy, engine="graphs", correct=False) as session:
+        train(session, 1)
+        inference, profile = session.profile.inference, session.profile
+        least = profile.cost([unit for unit in session.units if unit.name in ("layers.0", "head")]).bytes
+    for memory, captured in ((least + inference, True), (least + inference // 2, False)):
+        limited = replace(policy, budget=Budget(time=1.0, memory=f"{memory}B"))
+        for correct in (False, True):
+            with start(limited, engine="graphs", correct=correct) as session:
+                train(session, 12)
+                assert session.profile.captured == captured
+                assert session.selection.cost.bytes <= memory - (inference if captured else 0)
+                assert ("graphs" in session.why_not) or captured
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_limit_that_falls_ends_captures(start: Open, capturing: None, correct: bool) -> None:
+    with start(replace(last(0.9), cost=launching), engine="graphs") as session:
+        train(session, 1)
+        inference, head = session.profile.inference, session.profile.cost(session.selection.units[:1]).bytes
+
+    def memory(now: Progress) -> str:
+        return f"{head + inference + 100 if now.step < 15 else head + inference // 2}B"
+
+    policy = replace(last(0.9), cost=launching, budget=Budget(time=0.9, memory=memory))
+    with start(policy, engine="graphs", correct=correct) as session:
+        train(session, 10)
+        assert session.profile.captured and session.selection.cost.bytes <= head + 100
+        train(session, 20)
+        assert not session.profile.captured and session.selection.cost.bytes <= head + inference // 2
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_another_budget_leaves_room_for_inference(start: Open, capturing: None, correct: bool) -> None:
+    policy = replace(last(0.3), cost=launching)
+    with start(policy, engine="graphs", correct=correct) as session:
+        train(session, 1)
+        memory = session.profile.on("plain").cost(session.units[:9]).bytes + session.profile.inference // 2
+        session.budget = Budget(time=0.9, memory=f"{memory}B")
+        train(session, 1)
+        assert session.profile.captured
+        assert session.selection.cost.bytes <= memory - session.profile.inference
+
+
+def test_a_refused_budget_leaves_no_trace_where_it_would_end_captures(start: Open, capturing: None, device: Device) -> None:
+    device.speed = SLOW
+    with start(replace(last(0.3), cost=launching), engine="graphs") as session:
+        train(session, 40)
+        engine, feedback = session._engine, session._choice.feedback
+        head = session.profile.cost(session.units[:1]).bytes
+        session._look_at_steps()  # as another budget does first
+
+        def now() -> Any:
+            return engine.race, engine.is_tight, engine.may_hold, feedback.ratio, feedback.since, session.budget
+
+        before = now()
+        with pytest.raises(BudgetError, match="below the floor"):
+            session.budget = Budget(time=0.15, memory=f"{head}B")
+        assert now() == before
+
+
 def test_another_budget_may_end_captures_and_begin_them(start: Open, capturing: None) -> None:
     with start(replace(last(0.5), cost=launching), engine="graphs", correct=False) as session:
         train(session, 1)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -541,6 +541,46 @@ def test_seconds_can_be_measured_where_nothing_is_kept(case: Case, monkeypatch: 
         mine, other = (profile.cost(whole(*plain.params[k:])) for profile in (thin, plain))
         assert (mine.bytes, mine.macs) == (other.bytes, other.macs)
         assert mine.seconds > 0
+
+
+class Inverts(torch.autograd.Function):
+    """Its backward pass cannot go without the values."""
+
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        Inverts.seen.append(bool(x.any()))
+        if not x.any():
+            raise ValueError("there is nothing to invert")
+        return grad
+
+
+def test_a_backward_pass_that_needs_values_has_them() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(Inverts.apply(self.first(x)))  # type: ignore[no-untyped-call]
+
+    torch.manual_seed(0)
+    model, batch = Net(), torch.randn(128, 64)
+    Inverts.seen.clear()
+    with torch.autograd.set_detect_anomaly(True):
+        profile = measure.sparing(measure.timed)(model, sgd(model), mean_square, batch, repeats=1)
+        assert torch.is_anomaly_enabled()
+    assert profile.full.seconds > 0
+    assert not Inverts.seen[0] and all(Inverts.seen[1:])
+    with pytest.raises(ValueError, match="at least one"):
+        measure.sparing(measure.timed)(model, sgd(model), mean_square, batch, repeats=0)
 
 
 @pytest.mark.parametrize("case", ZOO.values())

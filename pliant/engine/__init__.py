@@ -60,7 +60,9 @@ class Engine:
         self.features = features
         self.slices: Slices | None = None
         self.gave_up_cache = False  # since filling it takes too long
-        self.may_hold = True  # whether there is room for what captured steps hold on to, where memory is limited
+        self.is_tight = False  # whether memory is limited
+        self.may_hold = True  # whether there is room for what captured steps hold on to, where it is
+        self._held: Hashable = None  # the choice and the way of the steps that do
         self.race = Race(self._allowed(Budget()))
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_norms(model)
@@ -71,7 +73,7 @@ class Engine:
         self._not_lean: set[str] = set()
         self._told_lean: set[str] = set()
         self._callers: _CallersStep | None = None
-        self._no_ids = self._is_callers = self._is_eager = self._is_tight = False
+        self._no_ids = self._is_callers = self._is_eager = False
         self.fills = False  # whether the last batch was put into the cache
 
     # ------------------------------------------------------------ which way
@@ -106,22 +108,24 @@ class Engine:
     def settle(self, budget: Budget, races: bool, winner: str | None = None) -> bool:
         """Pick among the ways that are allowed: the way that won before, else by a race on real steps, or without one the
         first. Tells whether it is the one that won before."""
-        self._is_tight = budget.memory is not None
+        self.is_tight = budget.memory is not None
         ways, behind = self._allowed(budget), self.race.far_behind() if races else set()
         known = next((way for way in ways if str(way) == winner), None)
         self.race = Race(ways, known if races else known or ways[0], behind)
         return known is not None
 
+    def serves(self, budget: Budget) -> bool:
+        """Whether the ways that steps may go now are those of this budget."""
+        return self._allowed(budget) == self.race.allowed
+
     def _allowed(self, budget: Budget) -> list[Way]:
-        caches, short = self.features is not None, budget.memory is not None
         ways = allowed(
             self._asked,
-            memory_is_short=short,
+            memory_is_short=budget.memory is not None,
             cuda=self._cuda,
-            caches=caches,
+            caches=self.features is not None,
             macs_are_short=budget.macs is not None,
-            may_hold=self.may_hold
-            and budget.time is not None,  # where no time is asked for, memory is better spent on training
+            may_hold=self.may_hold and budget.time is not None,  # else memory is better spent on training
         )
         others = [way for way in ways if not way.cache]
         return others if self.gave_up_cache and others else ways
@@ -257,10 +261,14 @@ class Engine:
         graphs = self._graphs if way.graphs else None
         if graphs is not None and self.slices is not None:
             eager = "channels are chosen"
+        if graphs is not None and self.is_tight and not self.may_hold:
+            eager = "there is no room for what a captured step holds on to"
         self._is_eager = graphs is None or eager is not None
         if graphs is None or eager is not None:
             if self._graphs is not None:
                 self._graphs.why_not = eager
+                if self.is_tight:
+                    self._graphs.make_room()
             value = finish(self._loss_of(batch, ids))
         elif ids is not None:
             value = self._take_cached(graphs, batch, ids, finish, part)
@@ -280,6 +288,9 @@ class Engine:
         needed: Hashable = None,
     ) -> torch.Tensor:
         choice = self._choice, str(self.way), part, needed
+        if self.is_tight and self._held != choice[:2]:
+            self._held = choice[:2]
+            graphs.make_room()
         return graphs.step(batch, work, choice=choice, first=part[0], prepare=prepare)
 
     def _prepare(self, batch: Any, ids: Any) -> list[Made]:
@@ -290,7 +301,7 @@ class Engine:
                 self._rehearse(batch, ids)
                 self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
             made += self._prefix.made(batch, ids, self._sliced)
-        if self._is_tight and self._cuda:
+        if self.is_tight and self._cuda:
             torch.cuda.empty_cache()  # a capture takes its memory from elsewhere than eager steps do
         return made
 

@@ -82,7 +82,7 @@ class Race:
 
     def __init__(self, ways: Sequence[Way], winner: Way | None = None, behind: Collection[Way] = ()) -> None:
         """`behind`: the ways that were far behind before, and do not take part again."""
-        self._behind = set(behind)
+        self._behind, self.allowed = set(behind), list(ways)
         self.ways = [way for way in ways if way not in self._behind]
         self.winner = winner if winner in self.ways else self.ways[0] if len(self.ways) == 1 else None
         self.least: dict[Way, float] = {}  # seconds of the fastest step of each, once all have had their turn
