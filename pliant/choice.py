@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant import batches
 from pliant.apply import sandbox
 from pliant.batches import Loss
 from pliant.budget import RESOURCES, Budget, Progress
@@ -218,8 +219,9 @@ class Choice:
         asked = self._asked_bytes(now)
         return asked if asked is None or not self.correct else self.feedback.bytes_within(asked)
 
-    def windows(self, now: Progress) -> list[list[str]] | None:
-        """Parameters that a probe may look at together within the memory that a step may take; None where nothing is limited.
+    def windows(self, now: Progress, batch: Any = None) -> list[list[str]] | None:
+        """Parameters that a probe of this batch may look at together within the memory that a step may take; None where nothing
+        is limited.
 
         One that alone needs more, or whose units each alone take more MACs than a step may, is in no window: it could not be
         trained either.
@@ -234,6 +236,8 @@ class Choice:
             limit -= sum(charge.cost.bytes for charge in self.profile.due(self.selection.units) if charge.kind == "optimizer")
         if self.captured:  # steps that hold on to something are let go of meanwhile
             limit += self.profile.inference
+        if self.policy.signal.cross:  # on CUDA, halves are copies
+            limit -= 2 * sum(tensor.nbytes for tensor in batches.tensors(batch) if tensor.is_cuda)
         idle = self.profile.without_optimizer
         signal, size = self.policy.signal, {name: self.profile.param_bytes(name) for name in names}
         if signal.needs == "activation":

@@ -448,16 +448,17 @@ class Session:
             self._note(f"asked {self._choice.feedback.rounds[-1]}: {why}")
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
-        if self.budget.memory is not None:
-            self._engine.make_room()
+        self._engine.make_room()
         # Norms run as they do now; before anything is chosen, as if the head alone were.
         current = self._choice.selection.params if self._choice.selection is not None else set(self.profile.head)
         self._hold_norms(current)
         scale = self.update.scaler.get_scale() if self.update.scaler is not None else 1.0
         signal, seed = self.policy.signal, self.policy.seed
         work = signal, self.model, self.optimizer, self.loss, batch, self.units
-        windows, around = self._choice.windows(self.progress), ENGINES[self._engine.keeps]
-        return score.probe(*work, scale=scale, seed=seed, round=round, windows=windows, around=around, pieces=self._probe_on)
+        windows, around = self._choice.windows(self.progress, batch), ENGINES[self._engine.keeps]
+        values = score.probe(*work, scale=scale, seed=seed, round=round, windows=windows, around=around, pieces=self._probe_on)
+        self._engine.make_room()  # what lasts, like optimizer state, is not to lie among what a probe has left free
+        return values
 
     def _use(self, selection: Selection, took: tuple[Any, Any]) -> None:
         """Apply a selection: everything that can fail comes before the first change."""

@@ -505,10 +505,12 @@ def test_captured_steps_and_inference_keep_a_limit_together_on_cuda() -> None:
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     limit = 0.6 * full
-    with Session(model, optimizer, classify, by_the_clock(0.6, "1s"), undo=False) as session:
+    once = replace(by_the_clock(0.6, "1s"), when=schedule.once())
+    with Session(model, optimizer, classify, once, undo=False) as session:
         for _ in range(60):
             session.step(batch)
-        assert session._engine.way.graphs and session.profile.captured, session.why_not
+        told = session.engine, session.why_not, session._engine.race.least, inference, limit, session.profile.captured
+        assert session._engine.way.graphs and session.profile.captured, told
         assert session.selection.cost.bytes <= limit - session.profile.inference
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved() - before

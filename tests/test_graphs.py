@@ -7,6 +7,7 @@ was captured with, learning rates included. Where there is a GPU the same tests 
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -427,6 +428,34 @@ def test_where_room_is_made_the_next_step_is_captured_anew(device: str, name: st
     assert all(after < before for before, after in reserved)
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, **tolerance(device, name))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_an_old_graph_is_not_freed_while_another_one_is_captured_on_cuda() -> None:
+    """It would break the capture."""
+
+    def captured() -> Graphs:
+        model = net("cuda")
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        graphs, work = graphs_of(model, optimizer, "cuda"), step_of(model, optimizer)
+        for batch in batches(4, "cuda"):
+            optimizer.zero_grad(set_to_none=True)
+            graphs.step(batch, work, choice="all")
+        return graphs
+
+    often = gc.get_threshold()
+    gc.collect()
+    try:
+        for _ in range(5):
+            old: list[Any] = [captured()]
+            old.append(old)  # garbage that waits for a collector
+            del old
+            gc.set_threshold(1, 1, 1)
+            again = captured()
+            gc.set_threshold(*often)
+            assert again.captures == 1 and again.why_not is None
+    finally:
+        gc.set_threshold(*often)
 
 
 def test_what_a_capture_takes_is_not_what_eager_steps_take() -> None:

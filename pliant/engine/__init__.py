@@ -228,9 +228,10 @@ class Engine:
             self._graphs = Graphs(self._model, self._loss, optimizer)
 
     def make_room(self) -> None:
-        """Let go of what captured steps hold on to: they are captured anew."""
-        if self._graphs is not None:
+        """Where memory is limited: let go of what captured steps hold on to, which are captured anew, and of what is cached."""
+        if self.is_tight and self._graphs is not None:
             self._graphs.make_room()
+            torch.cuda.empty_cache()
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """What stands for each slice where gradients gather, by the name of its parameter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections import OrderedDict
@@ -41,7 +42,7 @@ class OnCuda:
         drawn = numbers.clone_state()
         self._stream.wait_stream(current)
         torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _nothing_collected():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # loaders may pin memory meanwhile
             try:
                 value = work()
@@ -229,6 +230,18 @@ class Graphs:
         if key in self._failures:
             raise Refused(self._failures[key])
         return key
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Inside, no garbage is collected: an old graph that is freed while another one is captured breaks the capture."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @contextmanager
