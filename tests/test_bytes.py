@@ -492,7 +492,7 @@ def test_to_measure_seconds_takes_no_full_step_where_memory_is_limited() -> None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_captured_steps_and_inference_keep_a_limit_together_on_cuda() -> None:
+def test_captured_steps_and_inference_keep_a_limit_together_on_cuda(racing: None) -> None:
     """What they hold is reserved, and stands beside whatever else runs."""
     torch.manual_seed(0)
     model = Residual(clip=True).cuda().to(memory_format=torch.channels_last)

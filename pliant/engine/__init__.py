@@ -299,8 +299,9 @@ class Engine:
         made = scales(self._norms) if self.way.lean else []
         if self.way.prefix:
             if not self._prefix.knows(batch, ids, self._sliced):
-                self._rehearse(batch, ids)
-                self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
+                with ENGINES[self.keeps](self.slices):
+                    self._rehearse(batch, ids)
+                    self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
             made += self._prefix.made(batch, ids, self._sliced)
         if self.is_tight and self._cuda:
             torch.cuda.empty_cache()  # a capture takes its memory from elsewhere than eager steps do
@@ -311,7 +312,8 @@ class Engine:
     ) -> torch.Tensor:
         """A step from the cache reads the features and what else of the batch is needed; what fills the cache runs eagerly."""
         if not self._prefix.knows(batch, ids, self._sliced):
-            self._rehearse(batch, ids)
+            with ENGINES[self.keeps](self.slices):
+                self._rehearse(batch, ids)
         found = self._prefix.find(batch, ids, self._sliced)
         if found is None or found.rows is None:
             return finish(self._loss_of(batch, ids, found))
