@@ -56,13 +56,15 @@ class Choice:
         self._plans: list[Selection] = []  # of this round, so that going back and forth needs no solving
         self._last = Progress()
         self._collected: list[dict[Unit, float]] | None = None  # probes of a re-selection that is under way
+        self._least: tuple[Profile, int] | None = None  # bytes of a step that trains no more than it must, by such prices
 
     def look(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, update: Update, norm: NormRule
     ) -> None:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
         if self.profile is None:
-            short = self.policy.budget.memory is not None and update.scaler is None  # which skips steps without real gradients
+            # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
+            short = self.policy.budget.memory is not None and update.scaler is None
             cost = sparing(self.policy.cost) if short else self.policy.cost
             self.profile = self._as_run(cost(model, optimizer, loss, batch, update=update, norm=norm))
         elif self._check:
@@ -206,22 +208,24 @@ class Choice:
     def has_room(self, budget: Budget, now: Progress, engine: str | None = None) -> bool:
         """Whether steps that train the least there is can be captured within this budget's memory; on this engine, if not on
         the one that runs them now."""
-        if self.profile is None or budget.memory is None:
+        if self.profile is None or not self.units or budget.memory is None:
             return True
         engine = engine or self._engine
         profile = self.profile.on(engine)
         room = leaving_room(budget, profile).limits(profile.full, now)["bytes"]
         within = self.feedback.bytes_within(room) if self.correct and engine == self._engine else room
-        return least_bytes(self.policy, profile, self.units) <= within
+        if self._least is None or self._least[0] is not profile:
+            self._least = profile, least_bytes(self.policy, profile, self.units)
+        return self._least[1] <= within
 
     def _within(self, now: Progress) -> float | None:
         """The bytes to plan for."""
         asked = self._asked_bytes(now)
         return asked if asked is None or not self.correct else self.feedback.bytes_within(asked)
 
-    def windows(self, now: Progress, batch: Any = None) -> list[list[str]] | None:
-        """Parameters that a probe of this batch may look at together within the memory that a step may take; None where nothing
-        is limited.
+    def windows(self, now: Progress, batch: Any) -> list[list[str]] | None:
+        """Parameters that a probe of such a batch may look at together within the memory that a step may take; None where
+        nothing is limited.
 
         One that alone needs more, or whose units each alone take more MACs than a step may, is in no window: it could not be
         trained either.
@@ -315,7 +319,7 @@ class Choice:
         policy = replace(self.policy, budget=budget)
         spared = self.spared if engine == self._engine else float(self.spared == 1)  # what inference spares was the old one's
         profile = self.profile.on(engine, spared, captured) if self.profile is not None else None
-        ratio = self.feedback.ratio if captured == self.captured else 1.0  # it was one of other prices
+        ratio = self.feedback.ratio if captured == self.captured else 1.0
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
             room = leaving_room(budget, profile) if captured else budget
@@ -343,6 +347,8 @@ class Choice:
             return
         if engine != self._engine:
             self.feedback.forget_bytes()
+        if captured != self.captured:
+            self.feedback.price_anew()
         self._engine, self.spared, self.captured, self._plans = engine, spared, captured, []
         if self.profile is None:
             return

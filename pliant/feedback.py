@@ -215,6 +215,10 @@ class Feedback:
             slope = min(max((before[1] - measured) / (before[0] - predicted), _FLATTEST * ratio), ratio)
         return min(asked, predicted + (asked - measured) / slope)
 
+    def price_anew(self) -> None:
+        """Other prices: how far steps were off the old ones says nothing."""
+        self.ratio, self.since = 1.0, len(self.rounds)
+
     def forget_bytes(self) -> None:
         """Another engine: what the old one took says nothing."""
         self.peaks = []

@@ -103,15 +103,18 @@ def timed(
 
 
 def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
-    """The same measurement where memory is short: nothing is kept for backward (`memory.StandIns`). A model whose backward pass
-    cannot go without real values is measured with them."""
+    """The same measurement where memory is short: of what is large, shapes alone are kept for backward (`memory.StandIns`). A
+    model whose backward pass cannot go without real values is measured with them."""
 
     def measured(model: nn.Module, *how: Any, **more: Any) -> Profile:
         try:
             with torch.autograd.set_detect_anomaly(False), StandIns(model):
                 return cost(model, *how, **more)
-        except Exception:  # raised where values are looked at; if not, it comes again
-            return cost(model, *how, **more)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # where values were looked at; if that is not why, it comes again
+            pass
+        return cost(model, *how, **more)  # out here, since a handler keeps alive what has failed
 
     return measured
 

@@ -159,7 +159,7 @@ def _always(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> NDArra
     always = np.zeros(len(units), bool)
     always[list(match(tuple(unit.name for unit in units), policy.always))] = True
     if policy.head:
-        always |= [not set(profile.head).isdisjoint(unit.params) for unit in units]
+        always |= np.array([not set(profile.head).isdisjoint(unit.params) for unit in units], bool)
     return always
 
 

@@ -22,6 +22,7 @@ class Pricing:
         self._raced: float | None = None  # the size of the selection that ways to run a step were raced on
         self._filling: list[Callable[[], float]] = []  # steps of this choice that nobody has looked at yet
         self._wasted = 0.0  # seconds that filling took beyond what those steps would have taken without it
+        self._may_capture = False  # whether steps of ours can be, as far as is known, if memory leaves room for it
 
     @property
     def expects_capture(self) -> bool:
@@ -31,20 +32,26 @@ class Pricing:
     def measured(self, captures: bool, now: Progress) -> None:
         """Costs are known now; `captures`: they are to be those of captured steps, where such steps can be."""
         sliced = any(part.dim is not None for unit in self._choice.units for part in unit.parts)
-        self._engine.may_hold = self._choice.has_room(self._choice.policy.budget, now, self._engine.keeps)
-        self._choice.run_on(self._engine.keeps, self._choice.spared, captures and not sliced and self._engine.may_hold)
+        self._may_capture = captures and not sliced
+        budget = self._choice.policy.budget
+        captured = self._may_capture and self._choice.has_room(budget, now, self._engine.keeps)
+        self._engine.may_hold = captured or budget.memory is None
+        self._choice.run_on(self._engine.keeps, self._choice.spared, captured)
 
     def look_for_room(self, now: Progress) -> None:
         """Where the limit of memory changes, or steps took more than it, they are captured only as long as there is room for
         what they hold on to."""
         budget = self._choice.policy.budget
-        if not self._choice.captured or not (callable(budget.memory) or self._choice.is_over(now)):
+        changes = callable(budget.memory) and self._may_capture
+        if not changes and not (self._choice.captured and self._choice.is_over(now)):
             return
-        self._engine.may_hold = self._choice.has_room(budget, now)
-        if not self._engine.may_hold:
+        has_room = self._choice.has_room(budget, now)
+        if has_room != self._engine.may_hold:
             self._engine.make_room()
+            self._engine.may_hold = has_room
             self._engine.settle(budget, races=False)
-            self._choice.run_on(self._engine.keeps, self._choice.spared, captured=False)
+            self._choice.run_on(self._engine.keeps, self._choice.spared, has_room and self._engine.may_capture)
+            self._raced = None
 
     def cached(self, named: bool) -> None:
         """The samples of the coming batch are `named`, so that a cache can be used, or not."""
@@ -88,11 +95,12 @@ class Pricing:
         if (budget.memory is None) != (old.memory is None):
             engine.settle(budget, races=False)
         try:
-            engine.may_hold = self._choice.has_room(budget, now, engine.keeps)
+            may = self._may_capture and (self._choice.captured or not engine.may_hold)  # or were, had there been room
+            may = may and self._choice.has_room(budget, now, engine.keeps)
+            engine.may_hold = may or budget.memory is None
             if budget.memory is not None and not engine.serves(budget):
                 engine.settle(budget, races=False)
-            captured = self._choice.captured and engine.may_capture and engine.may_hold
-            self._choice.change_budget(budget, now, engine.keeps, captured)
+            self._choice.change_budget(budget, now, engine.keeps, may and engine.may_capture)
         except BaseException:
             engine.race, engine.may_hold, engine.is_tight = was
             raise
@@ -102,16 +110,17 @@ class Pricing:
     # ------------------------------------------------------------ save and resume
 
     def state(self) -> list[Any]:
-        """The way that won, on what it did, and whether the cache was given up."""
+        """The way that won, on what it did, whether the cache was given up, and whether steps may be captured."""
         winner = self._engine.race.winner
-        return [str(winner) if winner is not None else None, self._raced, self._engine.gave_up_cache]
+        return [str(winner) if winner is not None else None, self._raced, self._engine.gave_up_cache, self._may_capture]
 
     def load(self, state: Sequence[Any], now: Progress) -> None:
         """Go on the way that won, with the prices of a choice that was loaded before."""
-        winner, self._raced, *gave_up = state
-        self._engine.gave_up_cache = any(gave_up)
-        self._engine.may_hold = self._choice.has_room(self._choice.policy.budget, now)
-        known = self._engine.settle(self._choice.policy.budget, races=self._choice.correct, winner=winner)
+        winner, self._raced, self._engine.gave_up_cache, self._may_capture = state
+        budget = self._choice.policy.budget
+        has_room = self._choice.captured and self._choice.has_room(budget, now)
+        self._engine.may_hold = has_room or budget.memory is None
+        known = self._engine.settle(budget, races=self._choice.correct, winner=winner)
         spared = self._choice.spared if known else float(self._engine.caches)
         captured = self._choice.captured and self._engine.may_capture and self._engine.may_hold
         self._choice.run_on(self._engine.keeps, spared, captured)

@@ -257,7 +257,8 @@ class Session:
             self._pricing.cached(ids is not None)
         if self._stepper.begins:
             self._stepper.zero_grad()  # first: a probe needs the room
-            self._begin_step(batch, captures=self.update.scaler is None and self._pricing.expects_capture)
+            is_first = not self.units  # to find out about captures takes its time
+            self._begin_step(batch, captures=is_first and self.update.scaler is None and self._pricing.expects_capture)
         else:
             self._hold_norms(self.selection.params)
         with self._stepper.ours():
@@ -455,7 +456,8 @@ class Session:
         scale = self.update.scaler.get_scale() if self.update.scaler is not None else 1.0
         signal, seed = self.policy.signal, self.policy.seed
         work = signal, self.model, self.optimizer, self.loss, batch, self.units
-        windows, around = self._choice.windows(self.progress, batch), ENGINES[self._engine.keeps]
+        piece = next(iter(self._probe_on), batch) if self._probe_on is not None else batch
+        windows, around = self._choice.windows(self.progress, piece), ENGINES[self._engine.keeps]
         values = score.probe(*work, scale=scale, seed=seed, round=round, windows=windows, around=around, pieces=self._probe_on)
         self._engine.make_room()  # what lasts, like optimizer state, is not to lie among what a probe has left free
         return values
@@ -505,7 +507,7 @@ class Session:
         if self._laps.is_running:  # a step that the caller's scaler skipped
             self._count_step()
         return {
-            "format": "pliant.session/7",
+            "format": "pliant.session/8",
             "step": self._step,
             "pace": self._pace.state(),
             "unseen": self._laps.peek(),
@@ -540,7 +542,7 @@ class Session:
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit before anything is changed."""
-        if state.get("format") != "pliant.session/7":
+        if state.get("format") != "pliant.session/8":
             raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}.")
         if state["policy"] != self.policy.name:
             raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")

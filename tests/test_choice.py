@@ -765,7 +765,7 @@ def test_what_is_always_chosen_needs_its_room_too(start: Open, capturing: None) 
                 train(session, 12)
                 assert session.profile.captured == captured
                 assert session.selection.cost.bytes <= memory - (inference if captured else 0)
-                assert ("graphs" in session.why_not) or captured
+                assert session._engine.may_hold == captured
 
 
 @pytest.mark.parametrize("correct", [False, True])
@@ -783,6 +783,33 @@ def test_a_limit_that_falls_ends_captures(start: Open, capturing: None, correct:
         assert session.profile.captured and session.selection.cost.bytes <= head + 100
         train(session, 20)
         assert not session.profile.captured and session.selection.cost.bytes <= head + inference // 2
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_limit_that_rises_again_lets_captures_begin_again(
+    start: Open, capturing: None, correct: bool, tmp_path: Path
+) -> None:
+    """Also after a session was saved in between."""
+    with start(replace(last(0.9), cost=launching), engine="graphs") as session:
+        train(session, 1)
+        inference, head = session.profile.inference, session.profile.cost(session.selection.units[:1]).bytes
+
+    def memory(now: Progress) -> str:
+        return f"{head + inference // 2 if 5 <= now.step < 15 else head + inference + 200}B"
+
+    policy = replace(last(0.9), cost=launching, budget=Budget(time=0.9, memory=memory))
+    with start(policy, engine="graphs", correct=correct) as session:
+        train(session, 10)
+        assert not session.profile.captured and not session._engine.may_hold
+        state = session.state_dict()
+        train(session, 20)
+        assert session.profile.captured and session._engine.may_hold
+        assert session.selection.cost.bytes <= head + 200
+    with start(policy, engine="graphs", correct=correct) as session:
+        session.load_state_dict(state)
+        assert not session._engine.may_hold
+        train(session, 20)
+        assert session.profile.captured and session.selection.cost.bytes <= head + 200
 
 
 @pytest.mark.parametrize("correct", [False, True])
@@ -825,8 +852,26 @@ def test_another_budget_may_end_captures_and_begin_them(start: Open, capturing: 
         train(session, 1)
         assert not session._engine.may_hold and not session.profile.captured
         assert session.selection.cost.bytes <= head
-        session.budget = Budget(time=0.9, memory=f"{head + inference}B")
-        assert session._engine.may_hold
+        session.budget = Budget(time=0.15, memory=f"{head + inference}B")  # which eager steps could not keep
+        train(session, 1)
+        assert session._engine.may_hold and session.profile.captured
+        assert session.selection.cost.bytes <= head
+
+
+def test_memory_may_be_limited_before_the_first_step_where_a_profile_is_given(start: Open) -> None:
+    model = make()
+    profile = light(model, sgd(model), classify, STREAM[0])
+    for always in ((), ("layers.0",)):
+        policy = replace(last(0.8), always=always)
+        with start(policy, profile=profile, allow_mismatch=True) as session:
+            session.budget = Budget(time=0.8, memory=0.5)
+            state = session.state_dict()
+            train(session, 1)
+            assert session.selection.cost.bytes <= 0.5 * session.profile.full.bytes
+        with start(replace(policy, budget=Budget(memory=0.9)), profile=profile, allow_mismatch=True) as session:
+            session.load_state_dict(state)
+            train(session, 1)
+            assert session.selection.cost.bytes <= 0.5 * session.profile.full.bytes
 
 
 @pytest.mark.parametrize("engine", ["auto", "graphs"])

@@ -23,9 +23,11 @@ from pliant.apply import sandbox
 from pliant.clock import Laps
 from pliant.data import ids_of, with_ids
 from pliant.engine.features import Features
+from pliant.engine.graphs import Graphs
 from pliant.engine.prefix import Prefix
 from pliant.engine.ways import Race
 from pliant.graph import read
+from pliant.types import Part, Unit
 
 ENGINES = ["lean", "prefix", "lean+prefix", "graphs", "lean+graphs", "prefix+graphs", "lean+prefix+graphs"]
 WAYS = [(engine, cached) for engine in ENGINES for cached in (False, True) if "prefix" in engine or not cached]
@@ -81,6 +83,7 @@ def train(
     every: int,
     on_step: Callable[[Session], None] = lambda session: None,
     solver: solve.Solver | None = None,
+    budget: Budget | None = None,
 ) -> tuple[list[Any], Session]:
     torch.manual_seed(0)
     model = kind().double().to(device)
@@ -90,7 +93,7 @@ def train(
             nn.init.uniform_(module.running_var, 0.5, 2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=2**-5, momentum=0.9)
     words = units.tensors(), score.random(), measure.counted, solver or solve.sample(3), schedule.every(steps=every)
-    policy = Policy(*words, name="by lot")
+    policy = Policy(*words, budget or Budget(), name="by lot")
     loader = torch.utils.data.DataLoader(with_ids(samples(kind)), batch_size=5)
     features = Features("4MB", device=device) if cached else None
     session = Session(model, optimizer, classify, policy, engine=engine, cache=features, steps_per_epoch=5)
@@ -153,6 +156,49 @@ def test_to_go_back_to_a_choice_captures_nothing(engine: str, device: str, monke
     assert captured[29] == captured[-1] == 6, session.why_not  # three choices, and two sizes of batch
     for a, b in zip(mine, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("engine", ["lean+graphs", "lean+prefix+graphs"])
+def test_where_memory_is_limited_steps_of_one_choice_are_held_and_none_beside_an_eager_one(
+    engine: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        stand_in(monkeypatch)
+    limited, eager, watched = Budget(memory="1GB"), [0], Graphs._watched
+
+    def alone(graphs: Graphs, *how: Any) -> torch.Tensor:
+        assert not graphs._known
+        eager[0] += 1
+        return watched(graphs, *how)
+
+    def on_step(session: Session) -> None:
+        assert session._engine._graphs is not None
+        held = [key[0][:2] for key in session._engine._graphs._known]
+        assert len(held) <= 2 and set(held) <= {(frozenset(session.selection.parts), engine)}
+
+    monkeypatch.setattr(Graphs, "_watched", alone)
+    (chosen, *mine), session = train(Residual, engine, device, 100, False, 20, on_step, budget=limited)
+    assert session._engine._graphs is not None and session._engine._graphs.replays > 40 and eager[0] > 5, session.why_not
+    (same, *plain), _ = train(Residual, "plain", device, 100, False, 20, budget=limited)
+    assert chosen == same
+    for a, b in zip(mine, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+def test_where_memory_leaves_no_room_a_step_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    _, session = train(Residual, "lean+graphs", "cpu", 20, False, 20, budget=Budget(memory="1GB"))
+    assert session._choice.captured and session._engine._graphs is not None and session._engine._graphs.replays > 0
+    head = session.profile.cost([Unit("*", tuple(Part(name) for name in session.profile.head))]).bytes
+    few = Budget(memory=f"{head + session.profile.inference // 2}B")
+
+    def only_the_head(problem: solve.Problem) -> Any:
+        return problem.always
+
+    _, session = train(Residual, "lean+graphs", "cpu", 20, False, 20, solver=only_the_head, budget=few)
+    assert not session._choice.captured and session._engine._graphs is not None and session._engine._graphs.captures == 0
+    assert "no room" in session.why_not["graphs"]
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

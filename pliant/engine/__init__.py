@@ -61,8 +61,8 @@ class Engine:
         self.slices: Slices | None = None
         self.gave_up_cache = False  # since filling it takes too long
         self.is_tight = False  # whether memory is limited
-        self.may_hold = True  # whether there is room for what captured steps hold on to, where it is
-        self._held: Hashable = None  # the choice and the way of the steps that do
+        self.may_hold = True  # whether choices leave room for what captured steps hold on to, where memory is limited
+        self._held: Hashable = None  # the choice and the way of the captured steps that are held
         self.race = Race(self._allowed(Budget()))
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_norms(model)
@@ -231,7 +231,8 @@ class Engine:
         """Where memory is limited: let go of what captured steps hold on to, which are captured anew, and of what is cached."""
         if self.is_tight and self._graphs is not None:
             self._graphs.make_room()
-            torch.cuda.empty_cache()
+            if self._cuda:
+                torch.cuda.empty_cache()
 
     def leaves(self) -> dict[str, torch.Tensor]:
         """What stands for each slice where gradients gather, by the name of its parameter."""
@@ -263,7 +264,7 @@ class Engine:
         if graphs is not None and self.slices is not None:
             eager = "channels are chosen"
         if graphs is not None and self.is_tight and not self.may_hold:
-            eager = "there is no room for what a captured step holds on to"
+            eager = "memory is limited, and leaves no room for what a captured step holds on to"
         self._is_eager = graphs is None or eager is not None
         if graphs is None or eager is not None:
             if self._graphs is not None:
@@ -292,7 +293,7 @@ class Engine:
         if self.is_tight and self._held != choice[:2]:
             self._held = choice[:2]
             graphs.make_room()
-        return graphs.step(batch, work, choice=choice, first=part[0], prepare=prepare)
+        return graphs.step(batch, work, choice=choice, first=part[0], prepare=prepare, is_tight=self.is_tight)
 
     def _prepare(self, batch: Any, ids: Any) -> list[Made]:
         """Do whatever is done once per choice, so that a capture does not hold it; gives what it will hold on to."""

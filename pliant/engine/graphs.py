@@ -96,13 +96,21 @@ class Graphs:
         return self._preparing / self.captures if self.captures else 0.0
 
     def step(
-        self, batch: Any, work: Work, *, choice: Hashable, first: bool = True, prepare: Callable[[], Sequence[Made]] = tuple
+        self,
+        batch: Any,
+        work: Work,
+        *,
+        choice: Hashable,
+        first: bool = True,
+        prepare: Callable[[], Sequence[Made]] = tuple,
+        is_tight: bool = False,
     ) -> torch.Tensor:
         """`work(batch)`, by replay where such a step was captured.
 
         `choice` stands for what trains and for all else that the caller's work hangs on; `first` says that gradients start
         from nothing. `prepare` comes before a capture and gives what the work uses that is made of weights once: the captured
-        step holds on to it and sees to it that it is made of the weights as they are.
+        step holds on to it and sees to it that it is made of the weights as they are. Where memory `is_tight`, no captured
+        step is held while an eager one runs.
         """
         key = captured = None
         start, before = time.monotonic(), self.captures
@@ -115,6 +123,8 @@ class Graphs:
         except Refused as why:
             captured, self.why_not = None, str(why)
         if captured is None:  # outside of the handler, which would keep the autograd graph of a failed capture alive
+            if is_tight and first:
+                self.make_room()
             for other in self._known.values():
                 other.twins.hold_counts = False
             value = work(batch) if key is None or key in self._failures else self._watched(batch, work, key)
@@ -147,7 +157,7 @@ class Graphs:
             self._known.clear()
             if isinstance(self._capture, OnCuda):
                 self._capture = OnCuda(self._device)  # with a pool of its own
-                torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # which frees the old one
 
     def _watched(self, batch: Any, work: Work, key: Hashable) -> torch.Tensor:
         """An eager step, the first of its kind, that tells whether Python has a part in it."""

@@ -34,9 +34,9 @@ def allowed(
     """The ways that steps may go, the simplest first: one that is named, or what "auto" may pick from.
 
     "auto-graphs" forbids one; "lean+prefix" forces two. Where memory is short there is no room for copies of weights that
-    inference likes better (on CUDA it has none), and captured steps take part only if they `may_hold` on to what they take. A
-    cache is the prefix engine's; it comes first, so that it fills before anything is compared with it. Where MACs are limited,
-    choices count on it, and nothing else takes its place.
+    inference likes better (on CUDA there are none), and captured steps take part only if they `may_hold` on to what they take.
+    A cache is the prefix engine's; it comes first, so that it fills before anything is compared with it. Where MACs are
+    limited, choices count on it, and nothing else takes its place.
 
     >>> [str(way) for way in allowed("auto", memory_is_short=False, cuda=True, caches=False)]
     ['plain', 'graphs', 'prefix+graphs']
@@ -53,7 +53,9 @@ def allowed(
     may = {name: name not in named for name in MODES}
     caches = caches and may["prefix"]
     if memory_is_short:
-        held = [Way(True, graphs=True), Way(True, True, True)] if cuda and may_hold and not caches else []
+        held = (
+            [Way(lean=True, graphs=True), Way(lean=True, prefix=True, graphs=True)] if cuda and may_hold and not caches else []
+        )
         held = [way for way in held if all(may[name] or not getattr(way, name) for name in MODES)]
         return [Way(lean=may["lean"], prefix=caches, cache=caches), *held]
     ways = [Way()]
