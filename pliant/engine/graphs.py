@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections import OrderedDict
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from pliant.batches import Loss, map_tensors, tensors
+from pliant.clock import undisturbed
 from pliant.engine.baked import Baked, Refused
 from pliant.engine.made import AllMade, Made
 from pliant.engine.twins import Twins
@@ -42,7 +42,7 @@ class OnCuda:
         drawn = numbers.clone_state()
         self._stream.wait_stream(current)
         torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(self._stream), _nothing_collected():
+        with torch.cuda.stream(self._stream), undisturbed():  # an old graph that is freed meanwhile breaks a capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # loaders may pin memory meanwhile
             try:
                 value = work()
@@ -240,18 +240,6 @@ class Graphs:
         if key in self._failures:
             raise Refused(self._failures[key])
         return key
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Inside, no garbage is collected: an old graph that is freed while another one is captured breaks the capture."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 @contextmanager
