@@ -19,7 +19,7 @@ from pliant.feedback import WITHIN, Feedback, Round
 from pliant.graph import read
 from pliant.measure import origin, sparing
 from pliant.norms import NormRule
-from pliant.policy import Policy, in_reach, least_bytes, plan
+from pliant.policy import Policy, in_reach, least_bytes, leaving_room, plan
 from pliant.profile import Profile
 from pliant.types import BudgetError, Part, ProbeError, Selection, Unit
 from pliant.update import Update
@@ -470,14 +470,3 @@ class Choice:
         self.policy = replace(self.policy, seed=state["seed"])
         if state["budget"] is not None:
             self.policy = replace(self.policy, budget=Budget(**state["budget"]))
-
-
-def leaving_room(budget: Budget, profile: Profile) -> Budget:
-    """What captured steps may take of a budget: they hold on to all that they take, so inference must have room beside it."""
-    if budget.memory is None:
-        return budget
-
-    def memory(now: Progress) -> str:
-        return f"{max(budget.limits(profile.full, now)['bytes'] - profile.inference, 1.0)}B"
-
-    return replace(budget, memory=memory)

@@ -146,6 +146,17 @@ def plan(
     )
 
 
+def leaving_room(budget: Budget, profile: Profile) -> Budget:
+    """What captured steps may take of a budget: they hold on to all that they take, so inference must have room beside it."""
+    if budget.memory is None:
+        return budget
+
+    def memory(now: Progress) -> str:
+        return f"{max(budget.limits(profile.full, now)['bytes'] - profile.inference, 1.0)}B"
+
+    return replace(budget, memory=memory)
+
+
 def least_bytes(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> int:
     """What a step takes up that trains no more than it must."""
     always = [unit for unit, taken in zip(units, _always(policy, profile, units), strict=True) if taken]

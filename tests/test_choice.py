@@ -711,6 +711,13 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pliant.engine.Engine.may_capture", property(lambda engine: engine.way.graphs))
 
 
+def inference_and_head(start: Open) -> tuple[int, int]:
+    """The bytes that inference takes, and those that a step takes beyond it that trains the head alone."""
+    with start(replace(last(0.9), cost=launching), engine="graphs") as session:
+        train(session, 1)
+        return session.profile.inference, session.profile.cost(session.selection.units[:1]).bytes
+
+
 def test_captured_steps_keep_what_launches_could_not(start: Open, capturing: None) -> None:
     policy = replace(last(0.15), cost=launching)
     with pytest.raises(BudgetError, match="below the floor"), start(policy, engine="plain") as session:
@@ -770,9 +777,7 @@ def test_what_is_always_chosen_needs_its_room_too(start: Open, capturing: None) 
 
 @pytest.mark.parametrize("correct", [False, True])
 def test_a_limit_that_falls_ends_captures(start: Open, capturing: None, correct: bool) -> None:
-    with start(replace(last(0.9), cost=launching), engine="graphs") as session:
-        train(session, 1)
-        inference, head = session.profile.inference, session.profile.cost(session.selection.units[:1]).bytes
+    inference, head = inference_and_head(start)
 
     def memory(now: Progress) -> str:
         return f"{head + inference + 100 if now.step < 15 else head + inference // 2}B"
@@ -790,9 +795,7 @@ def test_a_limit_that_rises_again_lets_captures_begin_again(
     start: Open, capturing: None, correct: bool, tmp_path: Path
 ) -> None:
     """Also after a session was saved in between."""
-    with start(replace(last(0.9), cost=launching), engine="graphs") as session:
-        train(session, 1)
-        inference, head = session.profile.inference, session.profile.cost(session.selection.units[:1]).bytes
+    inference, head = inference_and_head(start)
 
     def memory(now: Progress) -> str:
         return f"{head + inference // 2 if 5 <= now.step < 15 else head + inference + 200}B"
