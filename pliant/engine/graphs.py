@@ -34,6 +34,10 @@ class OnCuda:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self.renew()
+
+    def renew(self) -> None:
+        """What is captured from now on takes other memory: the old one is free once nothing that was captured is left."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
@@ -48,11 +52,13 @@ class OnCuda:
                 value = work()
                 graph.capture_end()
             except BaseException:
-                self._pool = torch.cuda.graph_pool_handle()
+                self.renew()
                 with suppress(RuntimeError):  # it was invalid already
                     graph.capture_end()
                 numbers.graphsafe_set_state(drawn)  # else it takes itself to be in the capture still
                 raise
+            finally:
+                torch._C._cuda_clearCublasWorkspaces()  # cuBLAS took them from this memory, and would hold on to them for good
         current.wait_stream(self._stream)
         return graph.replay, value
 
@@ -156,8 +162,8 @@ class Graphs:
         if self._known:
             self._known.clear()
             if isinstance(self._capture, OnCuda):
-                self._capture = OnCuda(self._device)  # with a pool of its own
-                torch.cuda.empty_cache()  # which frees the old one
+                self._capture.renew()
+                torch.cuda.empty_cache()
 
     def _watched(self, batch: Any, work: Work, key: Hashable) -> torch.Tensor:
         """An eager step, the first of its kind, that tells whether Python has a part in it."""
