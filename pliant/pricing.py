@@ -12,6 +12,8 @@ from pliant.types import Selection
 
 _RACE_AGAIN = 0.2  # of a step's cost: where another choice differs by more, another engine may be the fastest
 _LOOK_EVERY = 10  # steps that fill a cache, between two looks at what they take
+_SPARED = 0.3  # of the forward pass before the choice, by inference in captured steps: about, until a race tells
+_HOPELESS = 2.0  # times as long as a captured step is predicted: steps that wait for launches need no race
 
 
 class Pricing:
@@ -36,7 +38,8 @@ class Pricing:
         budget = self._choice.policy.budget
         captured = self._may_capture and self._choice.has_room(budget, now, self._engine.keeps)
         self._engine.may_hold = captured or budget.memory is None
-        self._choice.run_on(self._engine.keeps, self._choice.spared, captured)
+        infers = captured and any(way.prefix and way.graphs for way in self._engine.race.ways)
+        self._choice.run_on(self._engine.keeps, max(self._choice.spared, _SPARED if infers else 0.0), captured)
 
     def look_for_room(self, now: Progress) -> None:
         """Where the limit of memory changes, or steps took more than it, they are captured only as long as there is room for
@@ -86,7 +89,14 @@ class Pricing:
         size = selection.cost.seconds or selection.cost.macs
         if self._choice.correct and (self._raced is None or abs(size - self._raced) > _RACE_AGAIN * self._raced):
             self._raced = size
-            self._engine.settle(self._choice.policy.budget, races=True)
+            self._engine.settle(self._choice.policy.budget, races=True, waits=self._waits(selection))
+
+    def _waits(self, selection: Selection) -> bool:
+        """Whether steps of this selection would spend most of their time waiting for launches, unless they are captured."""
+        if not self._choice.captured or self._choice.profile is None:
+            return False
+        launched = self._choice.profile.on(self._engine.keeps, 0.0, captured=False).cost(selection.units).seconds
+        return launched > _HOPELESS * selection.cost.seconds
 
     def change_budget(self, budget: Budget, now: Progress) -> None:
         """Other engines serve where memory is short. A budget that cannot be kept is refused, and everything stays."""

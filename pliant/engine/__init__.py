@@ -105,11 +105,13 @@ class Engine:
         """What it takes to run another choice for the first time, beside its steps, as far as is known."""
         return self._graphs.seconds_per_capture if self._graphs is not None and self.way.graphs else 0.0
 
-    def settle(self, budget: Budget, races: bool, winner: str | None = None) -> bool:
+    def settle(self, budget: Budget, races: bool, winner: str | None = None, waits: bool = False) -> bool:
         """Pick among the ways that are allowed: the way that won before, else by a race on real steps, or without one the
-        first. Tells whether it is the one that won before."""
+        first. `waits`: a step that is not captured waits so much for launches that it takes no part. Tells whether it is the
+        one that won before."""
         self.is_tight = budget.memory is not None
         ways, behind = self._allowed(budget), self.race.far_behind() if races else set()
+        behind |= {way for way in ways if waits and not way.graphs}
         known = next((way for way in ways if str(way) == winner), None)
         self.race = Race(ways, known if races else known or ways[0], behind)
         return known is not None
