@@ -125,7 +125,9 @@ class Choice:
         if self._collected is not None:
             return False
         asked = self.asked_seconds(now) if correct and not self._is_unscored else None
-        return self._budget_moved(now, toll) or (asked is not None and self.feedback.is_off(asked, toll))
+        if self._budget_moved(now, toll):
+            return True
+        return asked is not None and self.feedback.is_off(asked, toll, self._asked_bytes(now))
 
     @property
     def _is_unscored(self) -> bool:

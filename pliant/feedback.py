@@ -149,14 +149,16 @@ class Feedback:
                 return now.predicted, seconds, min(max((seconds - other.typical) / apart, least), most)
         return None
 
-    def is_off(self, asked: float, toll: float = 0.0) -> bool:
+    def is_off(self, asked: float, toll: float = 0.0, asked_bytes: float | None = None) -> bool:
         """Whether steps take so much more or less than they should that planning again is worth it. Where another choice has a
-        `toll` of so many seconds on each step that is left, a few looks in a row must say so."""
+        `toll` of so many seconds on each step that is left, a few looks in a row must say so. Where a correction took more than
+        `asked_bytes`, it is not seconds that hold the choice back, and those that are left over stay."""
         if self.recent is None:
             return False
         looks, target, most = self.looks if toll else [self.recent], self.target(asked), WITHIN * asked + toll
         enough = len(looks) == _SURE or not toll
-        return enough and (min(looks) - target > most or target - max(looks) > most)
+        too_short = target - max(looks) > most and not (asked_bytes is not None and self._was_over(asked_bytes))
+        return enough and (min(looks) - target > most or too_short)
 
     def is_nearer(self, predicted: float, asked: float) -> bool:
         """Whether a step of which so much is predicted comes nearer to what it should take than steps do now."""
@@ -203,6 +205,11 @@ class Feedback:
         """Whether a step of the selection in force took more bytes than this."""
         measured = self.rounds[-1].measured_bytes if self.rounds else None
         return measured is not None and measured > asked
+
+    def _was_over(self, asked: float) -> bool:
+        """Whether a step took more bytes than this since a choice was first corrected."""
+        same = [round for round in self.rounds[self.since :] if round.number == self.rounds[-1].number]
+        return any(round.measured_bytes is not None and round.measured_bytes > asked for round in same[1:])
 
     def bytes_within(self, asked: float) -> float:
         """The bytes to plan for, so that no more than was asked are measured: on the line through the last two peaks."""

@@ -731,6 +731,32 @@ def test_captured_steps_keep_what_launches_could_not(start: Open, capturing: Non
     assert 0.9 * asked <= sum(spent) / len(spent) <= 1.03 * asked
 
 
+def test_the_first_plan_counts_on_inference_where_captured_steps_may_use_it(start: Open, capturing: None) -> None:
+    """Until a race tells what it spares."""
+    first: dict[str, Session] = {}
+    for engine in ("graphs", "prefix+graphs"):
+        with start(replace(last(0.15), cost=launching), engine=engine) as first[engine]:
+            train(first[engine], 1)
+    without, counted_on = first["graphs"], first["prefix+graphs"]
+    assert without._choice.spared == 0 < counted_on._choice.spared < 1
+    assert len(counted_on.selection.units) >= len(without.selection.units)
+    least = without.selection.units[:1]  # of the head alone most can be spared
+    assert counted_on.profile.cost(least).seconds < without.profile.cost(least).seconds
+
+
+@pytest.mark.parametrize(("cost", "raced"), [(launching, "graphs, prefix+graphs"), (light, "plain, graphs, prefix+graphs")])
+def test_a_step_that_waits_for_launches_takes_part_in_no_race(
+    start: Open, monkeypatch: pytest.MonkeyPatch, cost: Any, raced: str
+) -> None:
+    captures = property(lambda engine: any(way.graphs for way in engine.race.ways))
+    monkeypatch.setattr("pliant.engine.Engine.may_capture", captures)
+    with start(replace(last(0.5), cost=cost), engine="auto") as session:
+        session._engine._cuda = True
+        session._engine.settle(session.budget, races=False)
+        train(session, 1)
+        assert ", ".join(map(str, session._engine.race.ways)) == raced
+
+
 def test_captured_steps_leave_room_for_inference_where_memory_is_limited(start: Open, capturing: None) -> None:
     """They hold on to all that they take, also while something else runs."""
     policy = replace(last(0.15), cost=launching)

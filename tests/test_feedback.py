@@ -329,3 +329,33 @@ def test_steps_are_off_only_where_another_choice_is_worth_its_toll(toll: float, 
         feedback.see([ASKED + 0.1] * 10, ASKED)
     feedback.forget()
     assert feedback.is_off(ASKED, toll) == is_off
+
+
+def test_seconds_that_memory_keeps_from_being_spent_stay() -> None:
+    """Each attempt to spend them would take more bytes than it may, and be taken back."""
+    limit, feedback = 100, following()
+
+    def ran(peak: int, seconds: float) -> None:
+        feedback.see_bytes(peak, 1)
+        feedback.see([seconds] * 10, ASKED)
+        feedback.forget()
+
+    def goes_on(number: int) -> None:
+        feedback.begin(Round(number, 10, ASKED, 1.0, 4.0))
+
+    ran(limit + 1, ASKED / 2)
+    assert feedback.is_off(ASKED, asked_bytes=limit)  # a first choice may be too large for any reason
+    goes_on(0)
+    ran(limit, ASKED / 2)
+    assert feedback.is_off(ASKED, asked_bytes=limit)
+    goes_on(0)
+    ran(limit + 1, ASKED)
+    goes_on(0)
+    ran(limit, ASKED / 2)
+    assert not feedback.is_off(ASKED, asked_bytes=limit)
+    assert feedback.is_off(ASKED) and feedback.is_off(ASKED, asked_bytes=limit + 1)  # other limits
+    ran(limit, 2 * ASKED)
+    assert feedback.is_off(ASKED, asked_bytes=limit)  # too slow is too slow
+    goes_on(1)
+    ran(limit, ASKED / 2)
+    assert feedback.is_off(ASKED, asked_bytes=limit)  # another choice, another chance
