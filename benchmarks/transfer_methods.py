@@ -8,7 +8,7 @@
     green_trainer 0.5          a share of its MACs
     freeze_out, lisa, badam    where `pliant.recipes` has them
 
-Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
+Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal corrected`, `…, cost counted`,
 `…, solver greedy`, `…, every 100`, `…, grows 25-4`, `…, start head`, `…, probe 4`, `…, state drop`, `…, engine plain`,
 `…, norm frozen`, `…, memory 200MB`, `…, epochs 6`, `…, power 1` (`solve.tempered`). `…, ramp 0.8-0.2` lets the share fall
 from the first step to the last;
@@ -45,8 +45,8 @@ CACHE_BYTES = "8GB"
 
 Change = Callable[[Policy, str], Policy]
 SIGNALS = {
-    "gain": lambda: score.update_gain(cross=False),  # on one batch
     "gains": lambda: score.update_gain(cross=False, batches=2, smooth=0.5),
+    "corrected": lambda: score.update_gain(cross=True, batches=2, smooth=0.5),  # for noise
 }
 CHANGES: dict[str, Change] = {
     "units": lambda policy, word: replace(policy, units=getattr(units, word)()),
@@ -56,7 +56,7 @@ CHANGES: dict[str, Change] = {
     "grows": lambda policy, word: replace(policy, when=schedule.growing(*map(int, word.split("-")))),
     "start": lambda policy, word: replace(policy, start=word),
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
-    "probe": lambda policy, word: replace(policy, signal=score.update_gain(cross=True, batches=int(word), smooth=0.5)),
+    "probe": lambda policy, word: replace(policy, signal=replace(policy.signal, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
     "power": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(solve.milp(gap=1e-4), float(word)))),
