@@ -43,8 +43,8 @@ METHODS: dict[str, Callable[[float], Policy] | None] = {
     PLAIN: None,
     PLAIN_FROZEN_NORMS: None,
     "pliant": lambda time: recipes.pliant(time=time),
-    "pliant, gain as it is": lambda time: replace(
-        recipes.pliant(time=time), signal=score.update_gain(cross=False, batches=2, smooth=0.5)
+    "pliant, gain corrected for noise": lambda time: replace(
+        recipes.pliant(time=time), signal=score.update_gain(cross=True, batches=2, smooth=0.5)
     ),
     "elastic_layers": lambda time: recipes.elastic_layers(time=time, when=AGAIN),
     "elastic_trainer": lambda time: recipes.elastic_trainer(time=time, when=AGAIN),
