@@ -50,7 +50,7 @@ SIGNALS = {
 }
 CHANGES: dict[str, Change] = {
     "units": lambda policy, word: replace(policy, units=getattr(units, word)()),
-    "signal": lambda policy, word: replace(policy, signal=SIGNALS.get(word, getattr(score, word, None))()),
+    "signal": lambda policy, word: replace(policy, signal=_signal(word)),
     "cost": lambda policy, word: _priced(policy, word),
     "solver": lambda policy, word: replace(policy, solver=getattr(solve, word)()),
     "grows": lambda policy, word: replace(policy, when=schedule.growing(*map(int, word.split("-")))),
@@ -156,6 +156,13 @@ def _wide(policy: Policy, until: float) -> Policy:
         raise SystemExit("'wide' and 'ramp' both say what the budget is when: give one of them.")
     once = schedule.Schedule(f"at {until} of the run", lambda now, last, drift: last.fraction < until <= now.fraction)
     return replace(policy, when=once, budget=replace(policy.budget, time=lambda now: 1.0 if now.fraction < until else limit))
+
+
+def _signal(word: str) -> score.Signal:
+    made = SIGNALS.get(word) or getattr(score, word, None)
+    if made is None:
+        raise SystemExit(f"no signal {word!r}: there are {', '.join(SIGNALS)} and those of pliant.score.")
+    return made()
 
 
 def _priced(policy: Policy, word: str) -> Policy:

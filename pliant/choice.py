@@ -290,7 +290,9 @@ class Choice:
         asked, recent = self.selection.asked["seconds"], self.feedback.recent
         if not self.feedback.is_off(asked):
             return None
-        limit = self.selection.limit["seconds"]
+        limit, most = self.selection.limit["seconds"], self.selection.asked.get("bytes")
+        if recent < asked and most is not None and self.feedback.is_short_of_memory(most):
+            return "memory leaves no room for more"
         if recent > asked and limit != asked and limit <= self.selection.cost.seconds * (1 + 1e-9):
             return "the cheapest step there is takes more"
         if recent < asked and len(self.selection.units) >= sum(value > 0 for value in self.selection.values.values()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean, median
@@ -72,6 +73,7 @@ class Feedback:
     peaks: list[tuple[int, int]] = field(default_factory=list)  # bytes of steps, predicted and measured: the last two
     costly: bool = False  # whether another choice is
     since: int = 0  # the first of the rounds whose predictions are by the prices that are in force
+    same_bytes: int = 0  # the first of the rounds whose bytes are those of the engine that is in force
 
     def begin(self, round: Round) -> None:
         """Another selection is in force."""
@@ -151,13 +153,13 @@ class Feedback:
 
     def is_off(self, asked: float, toll: float = 0.0, asked_bytes: float | None = None) -> bool:
         """Whether steps take so much more or less than they should that planning again is worth it. Where another choice has a
-        `toll` of so many seconds on each step that is left, a few looks in a row must say so. Where a correction took more than
-        `asked_bytes`, it is not seconds that hold the choice back, and those that are left over stay."""
+        `toll` of so many seconds on each step that is left, a few looks in a row must say so. Where memory holds
+        the choice back (`asked_bytes`), seconds that are left over stay."""
         if self.recent is None:
             return False
         looks, target, most = self.looks if toll else [self.recent], self.target(asked), WITHIN * asked + toll
         enough = len(looks) == _SURE or not toll
-        too_short = target - max(looks) > most and not (asked_bytes is not None and self._was_over(asked_bytes))
+        too_short = target - max(looks) > most and not (asked_bytes is not None and self.is_short_of_memory(asked_bytes))
         return enough and (min(looks) - target > most or too_short)
 
     def is_nearer(self, predicted: float, asked: float) -> bool:
@@ -206,10 +208,15 @@ class Feedback:
         measured = self.rounds[-1].measured_bytes if self.rounds else None
         return measured is not None and measured > asked
 
-    def _was_over(self, asked: float) -> bool:
-        """Whether a step took more bytes than this since a choice was first corrected."""
-        same = [round for round in self.rounds[self.since :] if round.number == self.rounds[-1].number]
-        return any(round.measured_bytes is not None and round.measured_bytes > asked for round in same[1:])
+    def is_short_of_memory(self, asked: float) -> bool:
+        """Whether, in this round, something was added to a choice, and steps took more bytes than they might, and may now."""
+        same = [round for round in self.rounds[self.same_bytes :] if round.number == self.rounds[-1].number]
+        return any(
+            now.measured_bytes is not None
+            and now.measured_bytes > max(asked, now.asked_bytes or 0.0)
+            and now.predicted_bytes > before.predicted_bytes
+            for before, now in itertools.pairwise(same)
+        )
 
     def bytes_within(self, asked: float) -> float:
         """The bytes to plan for, so that no more than was asked are measured: on the line through the last two peaks."""
@@ -228,7 +235,7 @@ class Feedback:
 
     def forget_bytes(self) -> None:
         """Another engine: what the old one took says nothing."""
-        self.peaks = []
+        self.peaks, self.same_bytes = [], len(self.rounds)
 
     # ------------------------------------------------------------ the run
 

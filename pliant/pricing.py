@@ -38,8 +38,14 @@ class Pricing:
         budget = self._choice.policy.budget
         captured = self._may_capture and self._choice.has_room(budget, now, self._engine.keeps)
         self._engine.may_hold = captured or budget.memory is None
-        infers = captured and any(way.prefix and way.graphs for way in self._engine.race.ways)
-        self._choice.run_on(self._engine.keeps, max(self._choice.spared, _SPARED if infers else 0.0), captured)
+        self._choice.run_on(self._engine.keeps, self._spared(captured), captured)
+
+    def _spared(self, captured: bool) -> float:
+        """What inference spares of the forward pass before a choice, as long as no race has told."""
+        if self._choice.spared == 1:  # all of it comes from a cache
+            return 1.0
+        ways = self._engine.race.ways
+        return _SPARED if captured and len(ways) > 1 and any(way.prefix and way.graphs for way in ways) else 0.0
 
     def look_for_room(self, now: Progress) -> None:
         """Where the limit of memory changes, or steps took more than it, they are captured only as long as there is room for
@@ -53,7 +59,8 @@ class Pricing:
             self._engine.make_room()
             self._engine.may_hold = has_room
             self._engine.settle(budget, races=False)
-            self._choice.run_on(self._engine.keeps, self._choice.spared, has_room and self._engine.may_capture)
+            captured = has_room and self._engine.may_capture
+            self._choice.run_on(self._engine.keeps, self._spared(captured), captured)
             self._raced = None
 
     def cached(self, named: bool) -> None:
@@ -78,10 +85,17 @@ class Pricing:
         if without > 0 and self._wasted > left * (without - cached):
             self._engine.give_up_cache()
 
-    def won(self) -> None:
-        """A race is over: from now on steps go the way that won."""
-        self._choice.run_on(self._engine.keeps, float(self._engine.caches), self._engine.captures)
-        self._choice.raced(*self._engine.raced)
+    def won(self) -> bool:
+        """A race is over: from now on steps go the way that won. False where there is another one, since no step could be
+        captured, and those that are not had been left out."""
+        engine = self._engine
+        again = engine.way.graphs and not engine.captures and bool(engine.race.without)
+        if again:
+            engine.settle(self._choice.policy.budget, races=True)
+        self._choice.run_on(engine.keeps, float(engine.caches), engine.captures)
+        if not again:
+            self._choice.raced(*engine.raced)
+        return not again
 
     def chosen(self, selection: Selection) -> None:
         """Race again where this selection is of another size than the last that was raced on."""
@@ -95,8 +109,9 @@ class Pricing:
         """Whether steps of this selection would spend most of their time waiting for launches, unless they are captured."""
         if not self._choice.captured or self._choice.profile is None:
             return False
-        launched = self._choice.profile.on(self._engine.keeps, 0.0, captured=False).cost(selection.units).seconds
-        return launched > _HOPELESS * selection.cost.seconds
+        ways = (self._choice.profile.on(self._engine.keeps, 0.0, captured) for captured in (False, True))
+        launched, captured = (prices.cost(selection.units).seconds for prices in ways)
+        return launched > _HOPELESS * captured
 
     def change_budget(self, budget: Budget, now: Progress) -> None:
         """Other engines serve where memory is short. A budget that cannot be kept is refused, and everything stays."""
@@ -131,6 +146,6 @@ class Pricing:
         has_room = self._choice.captured and self._choice.has_room(budget, now)
         self._engine.may_hold = has_room or budget.memory is None
         known = self._engine.settle(budget, races=self._choice.correct, winner=winner)
-        spared = self._choice.spared if known else float(self._engine.caches)
         captured = self._choice.captured and self._engine.may_capture and self._engine.may_hold
-        self._choice.run_on(self._engine.keeps, spared, captured)
+        spared = float(self._engine.caches) or self._spared(captured)
+        self._choice.run_on(self._engine.keeps, self._choice.spared if known else spared, captured)

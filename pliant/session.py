@@ -382,8 +382,9 @@ class Session:
             self._pricing.fills(seconds, self._left)
         if counts and value is not None and self._engine.see(seconds):
             self._look_at_steps()  # of all that took part
-            self._pricing.won()
-            self._note(f"steps run on the engine {self.engine!r}: the fastest of {', '.join(map(str, self._engine.race.ways))}")
+            if self._pricing.won():
+                ways = ", ".join(map(str, self._engine.race.ways))
+                self._note(f"steps run on the engine {self.engine!r}: the fastest of {ways}")
         self._look_at_bytes()
         if self.policy.when.watches and self._step % Drift.every == 0:
             holders: dict[str, torch.Tensor] = {**self._params, **self._engine.leaves()}

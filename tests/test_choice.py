@@ -731,30 +731,92 @@ def test_captured_steps_keep_what_launches_could_not(start: Open, capturing: Non
     assert 0.9 * asked <= sum(spent) / len(spent) <= 1.03 * asked
 
 
-def test_the_first_plan_counts_on_inference_where_captured_steps_may_use_it(start: Open, capturing: None) -> None:
-    """Until a race tells what it spares."""
-    first: dict[str, Session] = {}
-    for engine in ("graphs", "prefix+graphs"):
-        with start(replace(last(0.15), cost=launching), engine=engine) as first[engine]:
-            train(first[engine], 1)
-    without, counted_on = first["graphs"], first["prefix+graphs"]
-    assert without._choice.spared == 0 < counted_on._choice.spared < 1
-    assert len(counted_on.selection.units) >= len(without.selection.units)
-    least = without.selection.units[:1]  # of the head alone most can be spared
-    assert counted_on.profile.cost(least).seconds < without.profile.cost(least).seconds
-
-
-@pytest.mark.parametrize(("cost", "raced"), [(launching, "graphs, prefix+graphs"), (light, "plain, graphs, prefix+graphs")])
-def test_a_step_that_waits_for_launches_takes_part_in_no_race(
-    start: Open, monkeypatch: pytest.MonkeyPatch, cost: Any, raced: str
-) -> None:
+@pytest.fixture
+def as_on_cuda(capturing: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Session], None]:
+    """Gives a session that has not begun the ways of a GPU, on which steps can be captured as far as is known."""
     captures = property(lambda engine: any(way.graphs for way in engine.race.ways))
     monkeypatch.setattr("pliant.engine.Engine.may_capture", captures)
-    with start(replace(last(0.5), cost=cost), engine="auto") as session:
+
+    def give(session: Session) -> None:
         session._engine._cuda = True
         session._engine.settle(session.budget, races=False)
+
+    return give
+
+
+def test_the_first_plan_counts_on_inference_where_a_race_will_tell(start: Open, as_on_cuda: Callable[[Session], None]) -> None:
+    spared, least = {}, {}
+    for engine in ("auto", "auto-prefix", "graphs", "prefix+graphs"):
+        with start(replace(last(0.15), cost=launching), engine=engine) as session:
+            as_on_cuda(session)
+            train(session, 1)
+            spared[engine] = session._choice.spared
+            least[engine] = session.profile.cost(session.selection.units[:1]).seconds  # before the head most can be spared
+    assert 0 < spared.pop("auto") < 1 and set(spared.values()) == {0}
+    assert least.pop("auto") < 0.9 * min(least.values())
+
+
+def test_what_a_first_plan_counts_on_ends_with_captures(start: Open, as_on_cuda: Callable[[Session], None]) -> None:
+    inference, head = inference_and_head(start)
+
+    def memory(now: Progress) -> str:
+        return f"{head + inference + 100 if now.step < 3 else head + inference // 2}B"
+
+    policy = replace(last(0.9), cost=launching, budget=Budget(time=0.9, memory=memory))
+    with start(policy, engine="auto") as session:
+        as_on_cuda(session)
+        session._engine.may_hold = True
+        session._engine.settle(session.budget, races=False)
+        train(session, 1)
+        assert session._choice.spared > 0
+        train(session, 10)
+        assert not session.profile.captured and session._choice.spared == 0
+
+
+@pytest.mark.parametrize(
+    ("cost", "engine", "raced"),
+    [
+        (launching, "auto", "graphs, prefix+graphs"),
+        (light, "auto", "plain, graphs, prefix+graphs"),
+        (launching, "auto-prefix", "plain, graphs"),  # one way is no race, and only a race tells whether it can be gone
+    ],
+)
+def test_a_step_that_waits_for_launches_takes_part_in_no_race(
+    start: Open, as_on_cuda: Callable[[Session], None], cost: Any, engine: str, raced: str
+) -> None:
+    with start(replace(last(0.5), cost=cost), engine=engine) as session:
+        as_on_cuda(session)
         train(session, 1)
         assert ", ".join(map(str, session._engine.race.ways)) == raced
+
+
+def test_where_no_step_could_be_captured_those_that_were_left_out_race_after_all(
+    start: Open, as_on_cuda: Callable[[Session], None], racing: None, tmp_path: Path
+) -> None:
+    with start(replace(last(0.5), cost=launching), engine="auto", log=tmp_path / "run.jsonl") as session:
+        as_on_cuda(session)
+        train(session, 32)  # there is no GPU
+        assert ", ".join(map(str, session._engine.race.ways)) == "plain, graphs, prefix+graphs"
+        assert session._engine.race.winner is not None and not session._engine.race.is_on
+        assert not session.profile.captured and session._choice.spared == 0
+        told = [line for line in (tmp_path / "run.jsonl").read_text().splitlines() if "the fastest of" in line]
+    assert len(told) == 1
+
+
+def test_seconds_that_memory_keeps_from_being_spent_are_no_reason_for_another_choice(start: Open) -> None:
+    policy = replace(by_gain(0.5), solver=solve.milp(), budget=Budget(time=0.5, memory="1GB"))
+    with start(policy) as session:
+        train(session, 30)
+        choice, now = session._choice, session.progress
+        feedback, limit = choice.feedback, choice._asked_bytes(now)
+        assert limit is not None
+        feedback.recent = 0.5 * (choice.asked_seconds(now) or 0.0)
+        feedback.debt = 0.0
+        assert choice.is_off(now, correct=True) and choice.out_of_reach != "memory leaves no room for more"
+        first = feedback.rounds[-1]
+        added = replace(first, predicted_bytes=first.predicted_bytes + 1, measured_bytes=int(limit) + 1)
+        feedback.rounds += [added, replace(first)]
+        assert not choice.is_off(now, correct=True) and choice.out_of_reach == "memory leaves no room for more"
 
 
 def test_captured_steps_leave_room_for_inference_where_memory_is_limited(start: Open, capturing: None) -> None:

@@ -333,29 +333,29 @@ def test_steps_are_off_only_where_another_choice_is_worth_its_toll(toll: float, 
 
 def test_seconds_that_memory_keeps_from_being_spent_stay() -> None:
     """Each attempt to spend them would take more bytes than it may, and be taken back."""
-    limit, feedback = 100, following()
+    limit, feedback = 100, Feedback()
 
-    def ran(peak: int, seconds: float) -> None:
+    def run(predicted: int, peak: int, seconds: float = ASKED / 2, number: int = 0, asked: int = limit) -> bool:
+        feedback.begin(Round(number, 10, ASKED, 1.0, 4.0, asked_bytes=asked, predicted_bytes=predicted))
         feedback.see_bytes(peak, 1)
         feedback.see([seconds] * 10, ASKED)
         feedback.forget()
+        return feedback.is_off(ASKED, asked_bytes=limit)
 
-    def goes_on(number: int) -> None:
-        feedback.begin(Round(number, 10, ASKED, 1.0, 4.0))
-
-    ran(limit + 1, ASKED / 2)
-    assert feedback.is_off(ASKED, asked_bytes=limit)  # a first choice may be too large for any reason
-    goes_on(0)
-    ran(limit, ASKED / 2)
-    assert feedback.is_off(ASKED, asked_bytes=limit)
-    goes_on(0)
-    ran(limit + 1, ASKED)
-    goes_on(0)
-    ran(limit, ASKED / 2)
+    assert run(100, limit + 20)  # a first choice may be too large for any reason
+    assert run(95, limit + 10)  # and a smaller one still
+    assert run(80, limit)
+    assert run(90, limit + 10, asked=limit + 10)  # within what was asked when it ran
+    assert run(85, limit - 5)
+    run(90, limit + 5, ASKED)
+    assert not run(80, limit - 8)
+    feedback.predict(1.5)  # prices are no matter of bytes
     assert not feedback.is_off(ASKED, asked_bytes=limit)
-    assert feedback.is_off(ASKED) and feedback.is_off(ASKED, asked_bytes=limit + 1)  # other limits
-    ran(limit, 2 * ASKED)
-    assert feedback.is_off(ASKED, asked_bytes=limit)  # too slow is too slow
-    goes_on(1)
-    ran(limit, ASKED / 2)
-    assert feedback.is_off(ASKED, asked_bytes=limit)  # another choice, another chance
+    assert feedback.is_off(ASKED) and feedback.is_off(ASKED, asked_bytes=limit + 5)  # other limits
+    assert run(80, limit - 8, 2 * ASKED)  # too slow is too slow
+    assert not run(80, limit - 8)
+    assert run(80, limit, number=1)  # another choice, another chance
+    run(90, limit + 5, ASKED, number=1)
+    assert not run(80, limit, number=1)
+    feedback.forget_bytes()  # another engine
+    assert feedback.is_off(ASKED, asked_bytes=limit)

@@ -430,6 +430,20 @@ def test_where_room_is_made_the_next_step_is_captured_anew(device: str, name: st
         torch.testing.assert_close(a, b, **tolerance(device, name))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_forgotten_is_captured_again(device: str) -> None:
+    """PyTorch captures nothing into memory that no graph is left of."""
+    model = net(device)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    graphs, work = graphs_of(model, optimizer, device), step_of(model, optimizer)
+    for k, batch in enumerate(batches(9, device)):
+        if k in (3, 6):
+            graphs.forget()
+        optimizer.zero_grad(set_to_none=True)
+        graphs.step(batch, work, choice=0)
+    assert (graphs.captures, graphs.replays) == (3, 6), graphs.why_not
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_an_old_graph_is_not_freed_while_another_one_is_captured_on_cuda() -> None:
     """It would break the capture."""

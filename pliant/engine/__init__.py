@@ -111,9 +111,11 @@ class Engine:
         one that won before."""
         self.is_tight = budget.memory is not None
         ways, behind = self._allowed(budget), self.race.far_behind() if races else set()
-        behind |= {way for way in ways if waits and not way.graphs}
+        without = {way for way in ways if not way.graphs} if waits else set()
+        if len(ways) - len(without) < 2:  # a race tells whether steps can be captured at all
+            without = set()
         known = next((way for way in ways if str(way) == winner), None)
-        self.race = Race(ways, known if races else known or ways[0], behind)
+        self.race = Race(ways, known if races else known or ways[0], behind, without)
         return known is not None
 
     def serves(self, budget: Budget) -> bool:

@@ -46,6 +46,8 @@ class OnCuda:
         drawn = numbers.clone_state()
         self._stream.wait_stream(current)
         torch.cuda.synchronize(self._device)
+        # What cuBLAS once took for a stream it keeps: memory of others that would be baked in, or ours, which it would hold.
+        torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.stream(self._stream), undisturbed():  # an old graph that is freed meanwhile breaks a capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # loaders may pin memory meanwhile
             try:
@@ -58,9 +60,16 @@ class OnCuda:
                 numbers.graphsafe_set_state(drawn)  # else it takes itself to be in the capture still
                 raise
             finally:
-                torch._C._cuda_clearCublasWorkspaces()  # cuBLAS took them from this memory, and would hold on to them for good
+                torch._C._cuda_clearCublasWorkspaces()
         current.wait_stream(self._stream)
+        self._multiply()
         return graph.replay, value
+
+    def _multiply(self) -> None:
+        """There and back, so that cuBLAS takes what it needs for eager steps now, and not in one whose memory is measured."""
+        with torch.enable_grad(), suppress(RuntimeError):  # where only what is deterministic may run
+            one = torch.ones(1, 1, device=self._device, requires_grad=True)
+            torch.autograd.grad(one @ one, one)
 
 
 @dataclass
@@ -152,7 +161,7 @@ class Graphs:
 
     def forget(self) -> None:
         """Capture anew."""
-        self._known.clear()
+        self._let_go()
         self._seen.clear()
         self._waited.clear()
         self._failures.clear()
@@ -160,10 +169,15 @@ class Graphs:
     def make_room(self) -> None:
         """Let go of captured steps and of the memory that they hold; the next one of a kind captures it anew."""
         if self._known:
-            self._known.clear()
-            if isinstance(self._capture, OnCuda):
-                self._capture.renew()
+            self._let_go()
+            if self._device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _let_go(self) -> None:
+        """Of all captured steps; PyTorch refuses to capture into memory that no graph is left of."""
+        self._known.clear()
+        if isinstance(self._capture, OnCuda):
+            self._capture.renew()
 
     def _watched(self, batch: Any, work: Work, key: Hashable) -> torch.Tensor:
         """An eager step, the first of its kind, that tells whether Python has a part in it."""
@@ -205,7 +219,7 @@ class Graphs:
                 if self._baked.addresses(first) != at:
                     raise RuntimeError("a step replaces parameters, buffers or optimizer state")
         except (RuntimeError, ValueError, AssertionError) as error:
-            self._known.clear()  # they draw random numbers from a generator that the failure has left behind
+            self._let_go()  # they draw random numbers from a generator that the failure has left behind
             self._failures[key] = f"capture failed: {str(error).strip().splitlines()[0]}"
             raise Refused(self._failures[key]) from None
         finally:

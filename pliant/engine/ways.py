@@ -82,10 +82,13 @@ class Race:
     margin = 0.97  # of the time of a simpler way is what another one must stay below
     hopeless = 1.5  # times as long as a captured step
 
-    def __init__(self, ways: Sequence[Way], winner: Way | None = None, behind: Collection[Way] = ()) -> None:
-        """`behind`: the ways that were far behind before, and do not take part again."""
-        self._behind, self.allowed = set(behind), list(ways)
-        self.ways = [way for way in ways if way not in self._behind]
+    def __init__(
+        self, ways: Sequence[Way], winner: Way | None = None, behind: Collection[Way] = (), without: Collection[Way] = ()
+    ) -> None:
+        """`behind`: the ways that were far behind before, and do not take part again; `without`: those that are left out of
+        this race."""
+        self._behind, self.allowed, self.without = set(behind), list(ways), set(without)
+        self.ways = [way for way in ways if way not in self._behind | self.without]
         self.winner = winner if winner in self.ways else self.ways[0] if len(self.ways) == 1 else None
         self.least: dict[Way, float] = {}  # seconds of the fastest step of each, once all have had their turn
         self._taken: dict[Way, list[Callable[[], float]]] = {way: [] for way in self.ways}
