@@ -27,7 +27,16 @@ TRANSFER = {  # the results, what they are of, and the methods to show
         "CPU seconds",
         (*FULL, *AT_EQUAL_TIME, "head", "norm+bias"),
     ),
-    "transfer_h200": ("37 breeds of cats and dogs, MobileNetV2, H200", "seconds", (*FULL, "pliant 3ms")),
+    "transfer_cub_h200": (
+        "200 kinds of birds, MobileNetV2, H200",
+        "seconds",
+        (*FULL, "pliant 3ms", "last 3ms", "random 3ms", "pliant 4ms, memory 300MB"),
+    ),
+    "transfer_pets_h200": (
+        "37 breeds of cats and dogs, MobileNetV2, H200",
+        "seconds",
+        (*FULL, "pliant 2.5ms", "last 2.5ms", "pliant 4ms, memory 300MB"),
+    ),
     "transfer_gtsrb_h200": ("43 traffic signs, MobileNetV2, H200", "seconds", (*FULL, "pliant 3ms")),
 }
 OURS = "#c2410c"
@@ -61,6 +70,8 @@ def over_time(name: str, out: Path) -> None:
         seconds = [statistics.mean(point[0] for point in points) for points in epochs]
         judged = [100 * statistics.mean(point[1] for point in points) for points in epochs]
         style = {"color": OURS, "linewidth": 2.4, "zorder": 3} if method.startswith("pliant") else {"linewidth": 1.2}
+        if method.startswith("pliant") and "," in method:
+            style["linestyle"] = "--"
         axes.plot(seconds, judged, marker=".", label=f"{method} ({len(runs)})", **style)
     axes.set(xlabel=f"{unit} of training, everything included", ylabel="validation accuracy, %", title=title)
     if name.endswith("h200"):
