@@ -38,14 +38,13 @@ class Pricing:
         budget = self._choice.policy.budget
         captured = self._may_capture and self._choice.has_room(budget, now, self._engine.keeps)
         self._engine.may_hold = captured or budget.memory is None
-        self._choice.run_on(self._engine.keeps, self._spared(captured), captured)
+        self._choice.run_on(self._engine.keeps, self._spared(captured, self._choice.spared == 1), captured)
 
-    def _spared(self, captured: bool) -> float:
-        """What inference spares of the forward pass before a choice, as long as no race has told."""
-        if self._choice.spared == 1:  # all of it comes from a cache
-            return 1.0
+    def _spared(self, captured: bool, cached: bool) -> float:
+        """What is spared of the forward pass before a choice, as long as no race has told: all of it, where it is `cached`."""
         ways = self._engine.race.ways
-        return _SPARED if captured and len(ways) > 1 and any(way.prefix and way.graphs for way in ways) else 0.0
+        infers = captured and len(ways) > 1 and any(way.prefix and way.graphs for way in ways)
+        return 1.0 if cached else _SPARED if infers else 0.0
 
     def look_for_room(self, now: Progress) -> None:
         """Where the limit of memory changes, or steps took more than it, they are captured only as long as there is room for
@@ -60,7 +59,7 @@ class Pricing:
             self._engine.may_hold = has_room
             self._engine.settle(budget, races=False)
             captured = has_room and self._engine.may_capture
-            self._choice.run_on(self._engine.keeps, self._spared(captured), captured)
+            self._choice.run_on(self._engine.keeps, self._spared(captured, self._choice.spared == 1), captured)
             self._raced = None
 
     def cached(self, named: bool) -> None:
@@ -147,5 +146,5 @@ class Pricing:
         self._engine.may_hold = has_room or budget.memory is None
         known = self._engine.settle(budget, races=self._choice.correct, winner=winner)
         captured = self._choice.captured and self._engine.may_capture and self._engine.may_hold
-        spared = float(self._engine.caches) or self._spared(captured)
+        spared = self._spared(captured, self._engine.caches)
         self._choice.run_on(self._engine.keeps, self._choice.spared if known else spared, captured)
