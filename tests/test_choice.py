@@ -732,7 +732,7 @@ def test_captured_steps_keep_what_launches_could_not(start: Open, capturing: Non
 
 
 @pytest.fixture
-def as_on_cuda(capturing: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Session], None]:
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Session], None]:
     """Gives a session that has not begun the ways of a GPU, on which steps can be captured as far as is known."""
     captures = property(lambda engine: any(way.graphs for way in engine.race.ways))
     monkeypatch.setattr("pliant.engine.Engine.may_capture", captures)
@@ -765,8 +765,6 @@ def test_what_a_first_plan_counts_on_ends_with_captures(start: Open, as_on_cuda:
     policy = replace(last(0.9), cost=launching, budget=Budget(time=0.9, memory=memory))
     with start(policy, engine="auto") as session:
         as_on_cuda(session)
-        session._engine.may_hold = True
-        session._engine.settle(session.budget, races=False)
         train(session, 1)
         assert session._choice.spared > 0
         train(session, 10)

@@ -6,14 +6,12 @@ takes it from a cache, `graphs` launches a whole step at once. `ways` picks amon
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -21,6 +19,7 @@ from torch import nn
 from pliant.apply import sandbox
 from pliant.batches import Loss, map_tensors, tensors
 from pliant.budget import Budget
+from pliant.engine.callers import CallersStep
 from pliant.engine.features import Features
 from pliant.engine.graphs import Graphs, Work
 from pliant.engine.lean import Lean
@@ -32,7 +31,6 @@ from pliant.engine.slices import Sliced, Slices, check_elementwise
 from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import compute_loss
 from pliant.types import Part
-from pliant.update import even_out_
 
 
 def plain(slices: Slices | None = None) -> AbstractContextManager[Any]:
@@ -72,7 +70,7 @@ class Engine:
         self._told: dict[str, str] = {}
         self._not_lean: set[str] = set()
         self._told_lean: set[str] = set()
-        self._callers: _CallersStep | None = None
+        self._callers: CallersStep | None = None
         self._no_ids = self._is_callers = self._is_eager = False
         self.fills = False  # whether the last batch was put into the cache
 
@@ -390,7 +388,7 @@ class Engine:
         self.let_go()
         self.zero_grad()
         if self.way.lean or self.slices is not None:
-            self._callers = _CallersStep(model, optimizer, self)
+            self._callers = CallersStep(model, optimizer, self)
 
     def let_go(self) -> None:
         if self._callers is not None:
@@ -400,52 +398,3 @@ class Engine:
 
 def _as_plain(functions: set[str]) -> str:
     return f"{', '.join(sorted(functions))} keep what plain autograd keeps"
-
-
-class _CallersStep:
-    """Hooks on the model and its optimizer for one step. A copy of the model does not take the engine along."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        self._inside: list[Any] = []
-        self._standing = standing = ExitStack()
-        inside, mine, ran, has_slices = self._inside, ref(model), list[bool](), engine.slices is not None
-        forward, after, stepping = WeakMethod(engine.forward), WeakMethod(engine.after), WeakMethod(engine.stepping)
-
-        def enter(module: nn.Module, *_: Any) -> None:
-            call = forward() if module is mine() else None  # a copy of the model has these hooks too
-            if call is not None:
-                ran.append(True)
-                inside.append(call() if torch.is_grad_enabled() else nullcontext())
-                inside[-1].__enter__()
-
-        def leave(module: nn.Module, *_: Any) -> None:
-            if inside and module is mine():
-                was, call = inside.pop(), after()
-                was.__exit__(*sys.exc_info())  # hooks are told nothing of an error, but run while it is handled
-                if call is not None:
-                    call(was)
-
-        def stand_in(*_: Any) -> None:
-            call = stepping()
-            if has_slices and not ran:
-                raise RuntimeError(
-                    "slices of parameters were chosen, and this step ran no forward pass of the model: call model(…) itself "
-                    "between before_step and the optimizer's step, or let session.step do it."
-                )
-            if call is not None:
-                standing.enter_context(call(optimizer))
-                even_out_(optimizer)  # slices stand in its groups only now
-
-        self._handles = [
-            model.register_forward_pre_hook(enter, prepend=True),
-            model.register_forward_hook(leave, always_call=True),
-            optimizer.register_step_pre_hook(stand_in),
-        ]
-
-    def close(self) -> None:
-        """After the optimizer's step, or where none came."""
-        while self._inside:  # a forward pass that was interrupted: hooks do not see that
-            self._inside.pop().__exit__(RuntimeError, None, None)
-        self._standing.close()
-        for handle in self._handles:
-            handle.remove()
