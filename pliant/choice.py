@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import nn
 
 from pliant import batches
 from pliant.apply import sandbox
-from pliant.batches import Loss
+from pliant.batches import Around, Loss
 from pliant.budget import RESOURCES, Budget, Progress
 from pliant.drift import Drift, blend, mean
 from pliant.feedback import WITHIN, Feedback, Round
@@ -59,14 +60,25 @@ class Choice:
         self._least: tuple[Profile, int] | None = None  # bytes of a step that trains no more than it must, by such prices
 
     def look(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, update: Update, norm: NormRule
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        batch: Any,
+        update: Update,
+        norm: NormRule,
+        around: Around,
     ) -> None:
-        """Measure and name the units, on the first batch. Every parameter must be as the user left it."""
+        """Measure and name the units, on the first batch. Every parameter must be as the user left it. A measurement that can
+        run forward passes inside of something does so `around` them."""
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
             short = self.policy.budget.memory is not None and update.scaler is None
             cost = sparing(self.policy.cost) if short else self.policy.cost
-            self.profile = self._as_run(cost(model, optimizer, loss, batch, update=update, norm=norm))
+            how: dict[str, Any] = {"update": update, "norm": norm}
+            if "around" in inspect.signature(self.policy.cost).parameters:
+                how["around"] = around
+            self.profile = self._as_run(cost(model, optimizer, loss, batch, **how))
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         with sandbox(model):

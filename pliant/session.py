@@ -303,7 +303,8 @@ class Session:
             few = None if self._norms.is_settled else self._settle_norms(batch)
             if not self.units:
                 with self._pace.not_training("profiling"):
-                    self._choice.look(self.model, self.optimizer, self.loss, batch, self.update, self._norms.priced)
+                    what = self.model, self.optimizer, self.loss, batch, self.update, self._norms.priced
+                    self._choice.look(*what, self._engine.around)
                 self._pricing.measured(captures, self.progress)
                 if self._log.path is not None:
                     took = self._pace.spent.get("profiling")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pliant import Part
-from pliant.engine import depthwise
+from pliant.engine import arm, depthwise
 from pliant.engine.slices import Sliced, Slices
 
 KERNELS = (3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 3, 0), (1, 1, 0), (2, 2, 1)  # and stride and padding
@@ -50,7 +50,7 @@ def test_beside_slices_frozen_ones_pass_their_gradient_on_here() -> None:
     )
     input, ends = torch.randn(2, 2, 6, 6), []
     for slow in (False, True):
-        with patch.object(depthwise, "_SLOW_HERE", slow):
+        with patch.object(arm, "SLOW_HERE", slow):
             slices = Slices(dict(model.named_parameters()), [Part("0.weight", 0, (1, 2)), Part("1.weight", 0, (0, 3))])
             model[1].bias.requires_grad_(False)
             with Sliced(slices):
@@ -73,7 +73,7 @@ def test_serves_only_what_it_knows() -> None:
     def serves(input: Any = input, weight: Any = weight, bias: Any = None, *, padding: Any = (1, 1), groups: int = 4) -> bool:
         return depthwise.serves(input, weight, bias, (1, 1), padding, (1, 1), groups)
 
-    with patch.object(depthwise, "_SLOW_HERE", True):
+    with patch.object(arm, "SLOW_HERE", True):
         assert serves()
         assert not serves(weight=weight.detach())  # frozen, or a slice of it trains
         assert not serves(bias=torch.randn(4))
@@ -84,5 +84,5 @@ def test_serves_only_what_it_knows() -> None:
             assert not serves()
         with torch.autocast("cpu", torch.bfloat16):
             assert not serves()
-    with patch.object(depthwise, "_SLOW_HERE", False):
+    with patch.object(arm, "SLOW_HERE", False):
         assert not serves()

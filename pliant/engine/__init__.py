@@ -6,8 +6,8 @@ takes it from a cache, `graphs` launches a whole step at once. `ways` picks amon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pliant.apply import sandbox
-from pliant.batches import Loss, map_tensors, tensors
+from pliant.batches import Around, Loss, map_tensors, tensors
 from pliant.budget import Budget
 from pliant.engine.callers import CallersStep
 from pliant.engine.features import Features
@@ -28,6 +28,7 @@ from pliant.engine.places import Places
 from pliant.engine.prefix import Found, Prefix
 from pliant.engine.rest import scales, watch_norms
 from pliant.engine.slices import Sliced, Slices, check_elementwise
+from pliant.engine.swapped import Swapped, is_slow_here
 from pliant.engine.ways import Race, Way, allowed
 from pliant.graph import compute_loss
 from pliant.types import Part
@@ -55,6 +56,7 @@ class Engine:
         self._model, self._loss = model, loss
         self._asked = engine
         self._cuda = next(model.parameters()).device.type == "cuda"
+        self._is_slow = not self._cuda and is_slow_here(model)
         self.features = features
         self.slices: Slices | None = None
         self.gave_up_cache = False  # since filling it takes too long
@@ -136,6 +138,11 @@ class Engine:
     def caches(self) -> bool:
         """Whether what is computed before the choice is kept, as far as is known."""
         return self.way.cache and "cache" not in self._prefix.reasons
+
+    @property
+    def around(self) -> Around:
+        """What forward passes run inside of as far as prices hang on it, whatever is chosen."""
+        return Swapped if any(map(self._swaps, self.race.ways)) else nullcontext
 
     def give_up_cache(self) -> None:
         """Nothing is cached from now on, if there is another way."""
@@ -302,7 +309,7 @@ class Engine:
         made = scales(self._norms) if self.way.lean else []
         if self.way.prefix:
             if not self._prefix.knows(batch, ids, self._sliced):
-                with ENGINES[self.keeps](self.slices):
+                with self._inside():
                     self._rehearse(batch, ids)
                     self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
             made += self._prefix.made(batch, ids, self._sliced)
@@ -315,7 +322,7 @@ class Engine:
     ) -> torch.Tensor:
         """A step from the cache reads the features and what else of the batch is needed; what fills the cache runs eagerly."""
         if not self._prefix.knows(batch, ids, self._sliced):
-            with ENGINES[self.keeps](self.slices):
+            with self._inside():
                 self._rehearse(batch, ids)
         found = self._prefix.find(batch, ids, self._sliced)
         if found is None or found.rows is None:
@@ -341,7 +348,7 @@ class Engine:
     def compute(self, function: Loss, batch: Any, ids: Any) -> torch.Tensor:
         """function(model, batch), with what needs no gradient from the cache: the same features as steps use."""
         choice = self._sliced, function  # another program than that of the loss
-        with torch.enable_grad(), ENGINES[self.keeps](self.slices):  # what needs a gradient tells where the cached part ends
+        with torch.enable_grad(), self._inside():  # what needs a gradient tells where the cached part ends
             return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
 
     def _forward(self, batch: Any, ids: Any, found: Found | None) -> torch.Tensor:
@@ -370,7 +377,17 @@ class Engine:
         """What a forward pass runs inside of; tell `after` of it when it is done."""
         if self.way == Way(lean=True) and self.slices is None:  # a captured step pays for no Python
             return ENGINES["lean"](None, self._places, self._choice)
-        return ENGINES[self.keeps](self.slices)
+        return self._inside()
+
+    def _inside(self) -> AbstractContextManager[Any]:
+        """What a forward pass of the coming step runs inside of, whichever pass it is."""
+        engine = ENGINES[self.keeps](self.slices)
+        return _swapping(engine) if self._swaps(self.way) else engine
+
+    def _swaps(self, way: Way) -> bool:
+        """Whether slow convolutions are swapped for ours. Gradients of "plain" and "lean" are PyTorch's to the last bit, and
+        slices see to it themselves."""
+        return way.prefix and self.slices is None and self._is_slow
 
     def after(self, inside: Any) -> None:
         """Remember what it could not do."""
@@ -394,6 +411,12 @@ class Engine:
         if self._callers is not None:
             self._callers.close()
             self._callers = None
+
+
+@contextmanager
+def _swapping(inside: AbstractContextManager[Any]) -> Iterator[Any]:
+    with Swapped(), inside as engine:
+        yield engine
 
 
 def _as_plain(functions: set[str]) -> str:

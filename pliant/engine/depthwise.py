@@ -7,14 +7,15 @@ one product and one sum for each place of the kernel.
 from __future__ import annotations
 
 import itertools
-import platform
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from pliant.engine import arm
+from pliant.engine.arm import is_asked, is_differentiated, one
+
 _SMALL, _TINY = 256, 16  # positions: what is faster here for maps of up to so many
-_SLOW_HERE = platform.machine() in ("aarch64", "arm64")
 
 
 def serves(
@@ -22,7 +23,7 @@ def serves(
 ) -> bool:
     """Whether a call of `torch.conv2d` is better made here: one that is slow, and trains as a whole (not a slice of it)."""
     trains = weight.requires_grad and (bias is None or bias.requires_grad)
-    return trains and _is_differentiated() and is_slow(input, weight, stride, padding, dilation, groups)
+    return trains and is_differentiated() and is_slow(input, weight, stride, padding, dilation, groups)
 
 
 def passes_on(
@@ -32,44 +33,27 @@ def passes_on(
     (with a stride they are faster for small maps, but take more)."""
     is_on_the_way = input.requires_grad and not weight.requires_grad and (bias is None or not bias.requires_grad)
     return (
-        is_on_the_way
-        and _is_differentiated()
-        and _one(stride) == 1
-        and is_slow(input, weight, stride, padding, dilation, groups)
+        is_on_the_way and is_differentiated() and one(stride) == 1 and is_slow(input, weight, stride, padding, dilation, groups)
     )
-
-
-def _is_differentiated() -> bool:
-    return torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def is_slow(input: Any, weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
     """Whether PyTorch's gradients are slow here: a depthwise convolution in float32 on an ARM processor."""
     return (
-        _SLOW_HERE
+        arm.is_slow(input, weight)
         and groups > 1
         and groups == weight.shape[0] == input.shape[1]
-        and _one(stride) is not None
-        and _one(padding) is not None
-        and _one(dilation) == 1
-        and input.dim() == 4
-        and weight.shape[2] == weight.shape[3] > _one(padding)
-        and input.device.type == "cpu"
-        and input.dtype == weight.dtype == torch.float32
+        and one(stride) is not None
+        and one(padding) is not None
+        and one(dilation) == 1
+        and weight.shape[2] == weight.shape[3] > one(padding)
     )
-
-
-def _one(setting: Any) -> Any:
-    """A setting that is the same in both dimensions, as one number."""
-    if isinstance(setting, int):
-        return setting
-    return setting[0] if not isinstance(setting, str) and len(set(setting)) == 1 else None
 
 
 def convolve(
     input: torch.Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> torch.Tensor:
-    return _Depthwise.apply(input, weight, bias, _one(stride), _one(padding))
+    return _Depthwise.apply(input, weight, bias, one(stride), one(padding))
 
 
 class _Depthwise(torch.autograd.Function):
@@ -84,18 +68,18 @@ class _Depthwise(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         stride, padding, size, shape = ctx.settings
         d_input = d_weight = d_bias = None
-        if ctx.needs_input_grad[0]:
+        if is_asked(ctx, 0):
             d_input = of_input(grad, weight, stride, padding, shape)
-        if ctx.needs_input_grad[1]:
+        if is_asked(ctx, 1):
             d_weight = _of_weight(grad, input, stride, padding, size)
-        if ctx.needs_input_grad[2]:
+        if is_asked(ctx, 2):
             d_bias = grad.sum((0, 2, 3))
         return d_input, d_weight, d_bias, None, None
 
 
 def of_input(grad: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, shape: torch.Size) -> torch.Tensor:
     """The gradient of an input of this shape."""
-    groups, size, stride, padding = weight.shape[0], weight.shape[-1], _one(stride), _one(padding)
+    groups, size, stride, padding = weight.shape[0], weight.shape[-1], one(stride), one(padding)
     if stride > 1 and shape[2:].numel() > _SMALL:
         like = grad.new_zeros(()).expand(shape)  # its values are not read
         at = [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pliant.engine import depthwise
 from pliant.engine.channels import nothing
 from pliant.engine.kept import hooks_reader
 from pliant.engine.plan import ANY_LAYOUT, HALF, Plan, Weights
@@ -55,16 +54,6 @@ def _norm_settings(
     return mean, var, weight, bias, eps
 
 
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """A call outside of the part."""
-    if func is torch.conv2d and not kwargs:
-        with unwatched():
-            is_slow = depthwise.serves(*args)
-        if is_slow:
-            return depthwise.convolve(*args)
-    return func(*args, **kwargs)
-
-
 class _Mode(TorchFunctionMode):
     """Goes along a program while a forward pass runs."""
 
@@ -94,7 +83,7 @@ class _Mode(TorchFunctionMode):
         at, plan = self._at, self.plan
         is_behind = at >= plan.end and not self._checks
         if self.strayed is not None or (is_behind and not self._rests and self._clipped is None):
-            return _run(func, args, kwargs)
+            return func(*args, **kwargs)
         call = plan.calls[at] if at < len(plan.calls) else None
         is_other = call is None or call.func != func
         if is_behind:
@@ -122,7 +111,7 @@ class _Mode(TorchFunctionMode):
                 out = self._rested(at, args, kwargs)
             if out is not None:
                 return out
-        return _run(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _take_clipped(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
         """What a call that clips gives, if it is that: its input is clipped already."""
