@@ -74,8 +74,9 @@ def timed(
 
     On the CPU the clock is this thread's CPU time if torch uses one thread, else the wall; on CUDA it is events, and what the
     GPU takes where it never waits for the next launch is told too: a captured step costs that (`Profile.on`). `update` says
-    how gradients become a step (clipping, scaling, accumulation). Forward passes run inside of `around()`, but those of a plain
-    full step, which shares of a budget are shares of. Costs about twelve full steps.
+    how gradients become a step (clipping, scaling, accumulation). Forward passes run inside of `around()`, also those of the
+    full step that shares of a budget are shares of: kernels of ours make everything shorter, and a share chooses the same.
+    Costs about twelve full steps.
     """
     if repeats < 1:
         raise ValueError(f"timed(repeats={repeats}): at least one.")
@@ -98,12 +99,9 @@ def timed(
         if alone is not None:
             captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
             profile = replace(profile, other_seconds=captured.seconds)
-        whole = profile.full
-        if norm == "frozen" or around is not nullcontext:  # a plain full step lets norms move, and runs as it would without us
+        if norm == "frozen":  # a plain full step lets norms move
             norms.release_()
             profile = replace(profile, plain=trial.plain(profile, repeats))
-    if around is not nullcontext and whole.seconds > profile.full.seconds:  # no gain: in a small network Python takes the time
-        return timed(model, optimizer, loss, batch, update=update, norm=norm, repeats=repeats)
     return profile
 
 

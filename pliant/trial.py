@@ -154,7 +154,7 @@ class Trial:
     def plain(self, profile: Profile, repeats: int) -> Cost:
         """What a step of plain training costs, with every mode as it is found."""
         whole = profile.cost([_unit(profile.params)])
-        self.norms, self.around = Norms(self.model, "as-is"), nullcontext
+        self.norms = Norms(self.model, "as-is")
         tries = [self.step(profile.params) for _ in range(repeats)]
         return replace(whole, seconds=self.watch.typical(tries))
 
