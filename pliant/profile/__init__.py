@@ -263,7 +263,7 @@ class Profile:
 
     @cached_property
     def full(self) -> Cost:
-        """What a plain full step costs: the meaning of 1.0 in a budget."""
+        """What a plain full step costs, on the kernels that this was measured on: the meaning of 1.0 in a budget."""
         return self.plain or self.cost([self.everything])
 
     @property
