@@ -69,21 +69,21 @@ class Choice:
         norm: NormRule,
         around: Around,
     ) -> None:
-        """Measure and name the units, on the first batch. Every parameter must be as the user left it. A measurement that can
-        run forward passes inside of something does so `around` them."""
+        """Measure and name the units, on the first batch. Every parameter must be as the user left it. Forward passes are
+        measured inside of `around()`, where the measurement can and whole parameters are chosen."""
+        with sandbox(model):
+            units = self.policy.units(read(model, loss, batch))
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
             short = self.policy.budget.memory is not None and update.scaler is None
             cost = sparing(self.policy.cost) if short else self.policy.cost
             how: dict[str, Any] = {"update": update, "norm": norm}
-            if "around" in inspect.signature(self.policy.cost).parameters:
+            if _takes(self.policy.cost, "around") and all(part.dim is None for unit in units for part in unit.parts):
                 how["around"] = around
             self.profile = self._as_run(cost(model, optimizer, loss, batch, **how))
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
-        with sandbox(model):
-            graph = read(model, loss, batch)
-        self.units = self.policy.units(graph)
+        self.units = units
 
     def next(self, now: Progress, probe: Probe) -> Selection | None:
         """What to change to, or None. `probe(round)` scores every unit on the batch at hand.
@@ -486,3 +486,12 @@ class Choice:
         self.policy = replace(self.policy, seed=state["seed"])
         if state["budget"] is not None:
             self.policy = replace(self.policy, budget=Budget(**state["budget"]))
+
+
+def _takes(cost: Callable[..., Any], word: str) -> bool:
+    """Whether a measurement takes this named argument, and nobody has given it yet."""
+    try:
+        there = word in inspect.signature(cost, follow_wrapped=False).parameters
+    except (TypeError, ValueError):  # it does not say
+        return False
+    return there and word not in getattr(cost, "keywords", {})

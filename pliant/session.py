@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -15,7 +16,7 @@ from torch import nn
 
 from pliant import batches, checkpoint, data, journal, score
 from pliant.apply import apply_, check_in_groups, found, restore_
-from pliant.batches import Loss, Pieces
+from pliant.batches import Around, Loss, Pieces
 from pliant.budget import Budget, Progress
 from pliant.choice import Choice
 from pliant.clock import Laps, Pace, Watch
@@ -258,7 +259,9 @@ class Session:
         if self._stepper.begins:
             self._stepper.zero_grad()  # first: a probe needs the room
             is_first = not self.units  # to find out about captures takes its time
-            self._begin_step(batch, captures=is_first and self.update.scaler is None and self._pricing.expects_capture)
+            self._begin_step(
+                batch, is_first and self.update.scaler is None and self._pricing.expects_capture, self._engine.around
+            )
         else:
             self._hold_norms(self.selection.params)
         with self._stepper.ours():
@@ -281,7 +284,7 @@ class Session:
 
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; then the caller's own forward, backward and step follow."""
-        self._begin_step(batch, captures=False)
+        self._begin_step(batch, False, nullcontext)
         if self._engine.slices is not None and self.update.scaler is not None:
             self._laps.drop()
             raise ValueError(
@@ -291,8 +294,9 @@ class Session:
         if self._device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
             self._stepper.follow(self._inference_bytes(batch))
 
-    def _begin_step(self, batch: Any, captures: bool) -> None:
-        """`captures`: what is measured now is to price steps that are captured, as far as is known."""
+    def _begin_step(self, batch: Any, captures: bool, around: Around) -> None:
+        """`captures`: what is measured now is to price steps that are captured, as far as is known; `around`: what forward passes
+        run inside of in them."""
         self._check_open()
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
@@ -304,7 +308,7 @@ class Session:
             if not self.units:
                 with self._pace.not_training("profiling"):
                     what = self.model, self.optimizer, self.loss, batch, self.update, self._norms.priced
-                    self._choice.look(*what, self._engine.around)
+                    self._choice.look(*what, around)
                 self._pricing.measured(captures, self.progress)
                 if self._log.path is not None:
                     took = self._pace.spent.get("profiling")

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from pliant import Part, Session, measure, recipes
+from pliant import Part, Session, measure, passes, recipes, units
 from pliant.engine import Engine, arm, depthwise, pointwise
 from pliant.engine.slices import Slices
 from pliant.engine.swapped import Swapped, is_slow_here
+from pliant.graph import walk
 from pliant.trial import Trial
 from tests.zoo import sgd
 
@@ -87,6 +91,30 @@ def test_products_differentiate_twice(side: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize("samples", [1, 17])
+@pytest.mark.parametrize("outputs", [1, 5])
+@pytest.mark.parametrize("side", [1, 4, 8, 17])
+def test_what_a_product_gives_may_be_changed_in_place(side: int, outputs: int, samples: int) -> None:
+    input, weight = torch.randn(samples, 3, side, side), torch.randn(outputs, 3, 1, 1, requires_grad=True)
+    grads = []
+    for call in (torch.conv2d, pointwise.convolve):
+        F.relu_(call(input, weight)).square().sum().backward()
+        grads.append(weight.grad)
+        weight.grad = None
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [depthwise, pointwise])
+def test_gradients_are_as_exact_as_the_forward_pass_was(kind: Any) -> None:
+    input, weight = torch.randn(17, 4, 8, 8), torch.randn(4, 1 if kind is depthwise else 4, 1, 1, requires_grad=True)
+    grads = []
+    for autocast in (False, True):
+        out = kind.convolve(input, weight, None, 1, 0, 1, 4 if kind is depthwise else 1).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            grads += torch.autograd.grad(out, [weight])
+    assert torch.equal(*grads)
+
+
 def test_products_serve_only_what_they_know() -> None:
     input, weight = torch.randn(4, 6, 2, 2), torch.randn(5, 6, 1, 1, requires_grad=True)
 
@@ -107,9 +135,15 @@ def test_products_serve_only_what_they_know() -> None:
         assert not serves(input, torch.randn(5, 6, 3, 3, requires_grad=True), 1, 0)
         assert not serves(input.double(), weight.double()) and not serves(input[0], weight)
         assert not serves(input.contiguous(memory_format=torch.channels_last))
+        assert pointwise.serves(input, weight, torch.randn(5)) and serves(input, weight, np.int64(1))
+        assert not pointwise.serves(input, weight, torch.randn(1)) and not pointwise.serves(
+            input, weight, torch.randn(5).double()
+        )
         with torch.no_grad():
             assert not serves()
         with torch.autocast("cpu", torch.bfloat16):
+            assert not serves()
+        with forward_ad.dual_level():
             assert not serves()
         with patch.object(arm, "SLOW_HERE", False):
             assert not serves()
@@ -184,6 +218,15 @@ def test_frozen_convolutions_on_the_way_are_swapped_and_keep_no_input() -> None:
     assert [tensor if tensor is None else tensor.shape for tensor in node.saved_tensors] == [None, model[3].weight.shape]
 
 
+def test_transforms_of_a_model_run_as_ever() -> None:
+    model, (images, _) = inverted().eval(), some(17)
+    both = torch.stack([images, images.flip(3)])
+    expected = torch.func.vmap(model)(both)
+    with Swapped():
+        found = torch.func.vmap(model)(both)
+    torch.testing.assert_close(found, expected)
+
+
 def test_nothing_is_swapped_in_a_checkpoint() -> None:
     """What it keeps is computed again in backward, where nothing is swapped: the two must agree on what there is to keep."""
     model, (images, labels) = inverted(), some(17)
@@ -223,9 +266,13 @@ def test_a_session_trains_as_plain_pytorch_does() -> None:
     ends = []
     for engine in ("plain", "prefix"):
         model = inverted()
-        with Session(model, sgd(model), loss, recipes.full(), engine=engine, norm="as-is") as session:
+        with (
+            patch.object(pointwise, "convolve", side_effect=pointwise.convolve) as ours,
+            Session(model, sgd(model), loss, recipes.full(), engine=engine, norm="as-is") as session,
+        ):
             for k in range(3):
-                session.step(some(4 + k))
+                session.step(some(16 + k))
+        assert (ours.call_count > 0) == (engine == "prefix")
         ends.append(model.state_dict())
     for name, tensor in ends[0].items():
         torch.testing.assert_close(tensor, ends[1][name], rtol=1e-4, atol=1e-5, msg=name)
@@ -264,9 +311,16 @@ def test_prices_are_of_swapped_passes_and_so_is_what_shares_are_shares_of() -> N
         around.append(trial.around)
         return taken
 
-    with patch.object(Trial, "plain", plain):
+    def walked(*what: Any) -> Any:
+        ran.append({type(node).__name__ for node in walk(*what)})
+        return walk(*what)
+
+    ran: list[set[str]] = []
+    with patch.object(Trial, "plain", plain), patch.object(passes, "walk", walked):
         profiles = [measure.timed(model, sgd(model), loss, some(), norm="frozen", around=one) for one in (Swapped, nullcontext)]
     assert around == [Swapped, nullcontext]
+    ours = ["_DepthwiseBackward" in names for names in ran]
+    assert ours == sorted(ours, reverse=True) and {*ours} == {True, False}  # all passes of the first, none of the second
     charges = [[(c.name, c.kind, c.params, c.cost.macs) for c in profile.charges] for profile in profiles]
     assert charges[0] == charges[1]
 
@@ -283,5 +337,16 @@ def test_a_session_prices_as_it_runs() -> None:
         with Session(model, sgd(model), loss, policy, engine=engine) as session:
             session.step(some())
         assert told["around"] is around
+    with Session(model, sgd(model), loss, replace(recipes.pliant(time=1.0), cost=cost)) as session:
+        session.before_step(some())  # the caller's own passes are as ever
+    assert told["around"] is nullcontext
+    sliced = replace(recipes.pliant(time=1.0), cost=cost, units=units.channels())
+    with Session(model, sgd(model), loss, sliced, engine="prefix") as session:
+        session.step(some())
+    assert told.pop("around") is nullcontext
     with Session(model, sgd(model), loss, replace(recipes.pliant(macs=0.9), cost=measure.counted)) as session:
         session.step(some())  # which measures nothing, and is asked for nothing more
+    mine = replace(recipes.pliant(time=1.0), cost=partial(cost, around=nullcontext))
+    with Session(model, sgd(model), loss, mine) as session:
+        session.step(some())
+    assert told["around"] is nullcontext  # what the user gave stays

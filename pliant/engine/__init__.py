@@ -142,7 +142,7 @@ class Engine:
     @property
     def around(self) -> Around:
         """What forward passes run inside of as far as prices hang on it, whatever is chosen."""
-        return Swapped if any(map(self._swaps, self.race.ways)) else nullcontext
+        return Swapped if any(self._swaps(way) and not way.lean for way in self.race.ways) else nullcontext
 
     def give_up_cache(self) -> None:
         """Nothing is cached from now on, if there is another way."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import platform
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 SLOW_HERE = platform.machine() in ("aarch64", "arm64")
 
@@ -21,7 +24,14 @@ def is_slow(input: Any, weight: Any) -> bool:
 
 
 def is_differentiated() -> bool:
-    return torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    """Whether gradients are recorded as functions of ours know how: in float32, backward, and not inside of `torch.func`."""
+    plainly = forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
+    return plainly and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+def exactly() -> AbstractContextManager[Any]:
+    """Where a backward pass runs under autocast, its forward pass did not."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def is_asked(ctx: Any, which: int) -> bool:
@@ -36,6 +46,6 @@ def is_asked(ctx: Any, which: int) -> bool:
 
 def one(setting: Any) -> Any:
     """A setting that is the same in both dimensions, as one number; None where it is not."""
-    if isinstance(setting, int):
-        return setting
+    if isinstance(setting, Integral):
+        return int(setting)
     return setting[0] if not isinstance(setting, str) and len(set(setting)) == 1 else None

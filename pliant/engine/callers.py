@@ -20,7 +20,7 @@ class CallersStep:
     """Hooks on the model and its optimizer for one step. A copy of the model does not take the engine along."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        self._inside: list[Any] = []
+        self._inside: list[tuple[Any, Any]] = []  # contexts, and what was entered
         self._standing = standing = ExitStack()
         inside, mine, ran, has_slices = self._inside, ref(model), list[bool](), engine.slices is not None
         forward, after, stepping = WeakMethod(engine.forward), WeakMethod(engine.after), WeakMethod(engine.stepping)
@@ -29,15 +29,15 @@ class CallersStep:
             call = forward() if module is mine() else None  # a copy of the model has these hooks too
             if call is not None:
                 ran.append(True)
-                inside.append(call() if torch.is_grad_enabled() else nullcontext())
-                inside[-1].__enter__()
+                context = call() if torch.is_grad_enabled() else nullcontext()
+                inside.append((context, context.__enter__()))
 
         def leave(module: nn.Module, *_: Any) -> None:
             if inside and module is mine():
-                was, call = inside.pop(), after()
+                (was, engine), call = inside.pop(), after()
                 was.__exit__(*sys.exc_info())  # hooks are told nothing of an error, but run while it is handled
                 if call is not None:
-                    call(was)
+                    call(engine)
 
         def stand_in(*_: Any) -> None:
             call = stepping()
@@ -59,7 +59,7 @@ class CallersStep:
     def close(self) -> None:
         """After the optimizer's step, or where none came."""
         while self._inside:  # a forward pass that was interrupted: hooks do not see that
-            self._inside.pop().__exit__(RuntimeError, None, None)
+            self._inside.pop()[0].__exit__(RuntimeError, None, None)
         self._standing.close()
         for handle in self._handles:
             handle.remove()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pliant.engine import arm
-from pliant.engine.arm import is_asked, is_differentiated, one
+from pliant.engine.arm import exactly, is_asked, is_differentiated, one
 
 _SMALL, _TINY = 256, 16  # positions: what is faster here for maps of up to so many
 
@@ -68,12 +68,13 @@ class _Depthwise(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         stride, padding, size, shape = ctx.settings
         d_input = d_weight = d_bias = None
-        if is_asked(ctx, 0):
-            d_input = of_input(grad, weight, stride, padding, shape)
-        if is_asked(ctx, 1):
-            d_weight = _of_weight(grad, input, stride, padding, size)
-        if is_asked(ctx, 2):
-            d_bias = grad.sum((0, 2, 3))
+        with exactly():
+            if is_asked(ctx, 0):
+                d_input = of_input(grad, weight, stride, padding, shape)
+            if is_asked(ctx, 1):
+                d_weight = _of_weight(grad, input, stride, padding, size)
+            if is_asked(ctx, 2):
+                d_bias = grad.sum((0, 2, 3))
         return d_input, d_weight, d_bias, None, None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pliant.engine.arm import is_asked, is_differentiated, is_slow, one
+from pliant.engine.arm import exactly, is_asked, is_differentiated, is_slow, one
 
 _TINY = 16  # positions of a sample up to which one product for the whole batch is worth a copy that puts its channels first
 _FEW = 64  # the same where it is that or one product for each sample
@@ -27,6 +27,7 @@ def serves(
         is_slow(input, weight)
         and groups == weight.shape[2] == weight.shape[3] == 1 == one(stride)
         and one(padding) == 0
+        and (bias is None or (bias.dtype == torch.float32 and bias.shape == weight.shape[:1]))
         and (input.requires_grad or weight.requires_grad)
         and is_differentiated()
         and input.is_contiguous()
@@ -57,22 +58,24 @@ class _Pointwise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         d_input = d_weight = d_bias = None
-        if is_asked(ctx, 0):
-            d_input = _product(weight[:, :, 0, 0].t(), grad)
-        if is_asked(ctx, 1):
-            d_weight = _of_weight(grad, input)
-        if is_asked(ctx, 2):
-            d_bias = grad.sum((0, 2, 3))
+        with exactly():
+            if is_asked(ctx, 0):
+                d_input = _product(weight[:, :, 0, 0].t(), grad)
+            if is_asked(ctx, 1):
+                d_weight = _of_weight(grad, input)
+            if is_asked(ctx, 2):
+                d_bias = grad.sum((0, 2, 3))
         return d_input, d_weight, d_bias
 
 
 def _product(matrix: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     """A matrix times the channels of each position."""
-    samples, _, high, wide = images.shape
+    samples, channels, high, wide = images.shape
     if high * wide < _FEW:
         out = (matrix @ _by_channel(images)).view(len(matrix), samples, high, wide)
-        return out.transpose(0, 1).contiguous()
-    return torch.matmul(matrix, images.flatten(2)).view(samples, len(matrix), high, wide)
+        return out.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    out = torch.matmul(matrix, images.reshape(samples, channels, high * wide))
+    return torch.ops.aten._unsafe_view(out, (samples, len(matrix), high, wide))  # no view: it may be changed in place
 
 
 def _of_weight(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
