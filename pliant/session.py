@@ -295,8 +295,8 @@ class Session:
             self._stepper.follow(self._inference_bytes(batch))
 
     def _begin_step(self, batch: Any, captures: bool, around: Around) -> None:
-        """`captures`: what is measured now is to price steps that are captured, as far as is known. `around`: what their forward
-        passes run inside of."""
+        """`captures`: what is measured now is to price steps that are captured, as far as is known. `around`: what forward
+        passes of steps run inside of."""
         self._check_open()
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
