@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from pliant.budget import RESOURCES, Budget, Progress
 from pliant.drift import Drift, blend, mean
 from pliant.feedback import WITHIN, Feedback, Round
 from pliant.graph import read
-from pliant.measure import origin, sparing
+from pliant.measure import inside, origin, sparing
 from pliant.norms import NormRule
 from pliant.policy import Policy, in_reach, least_bytes, leaving_room, plan
 from pliant.profile import Profile
@@ -76,11 +75,10 @@ class Choice:
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
             short = self.policy.budget.memory is not None and update.scaler is None
-            cost = sparing(self.policy.cost) if short else self.policy.cost
-            how: dict[str, Any] = {"update": update, "norm": norm}
-            if _takes(self.policy.cost, "around") and all(part.dim is None for unit in units for part in unit.parts):
-                how["around"] = around
-            self.profile = self._as_run(cost(model, optimizer, loss, batch, **how))
+            whole = all(part.dim is None for unit in units for part in unit.parts)
+            cost = inside(self.policy.cost, around) if whole else self.policy.cost
+            cost = sparing(cost) if short else cost
+            self.profile = self._as_run(cost(model, optimizer, loss, batch, update=update, norm=norm))
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         self.units = units
@@ -486,12 +484,3 @@ class Choice:
         self.policy = replace(self.policy, seed=state["seed"])
         if state["budget"] is not None:
             self.policy = replace(self.policy, budget=Budget(**state["budget"]))
-
-
-def _takes(cost: Callable[..., Any], word: str) -> bool:
-    """Whether a measurement takes this named argument, and nobody has given it yet."""
-    try:
-        there = word in inspect.signature(cost, follow_wrapped=False).parameters
-    except (TypeError, ValueError):  # it does not say
-        return False
-    return there and word not in getattr(cost, "keywords", {})
