@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, problems
 
-from pliant.solve import Problem, Solver, cycle, filled, fixed, freeze, greedy, knapsack, milp, sample, tempered, with_ends
+from pliant.solve import (
+    Problem,
+    Solver,
+    cycle,
+    filled,
+    fixed,
+    freeze,
+    greedy,
+    knapsack,
+    milp,
+    sample,
+    spread,
+    tempered,
+    with_ends,
+)
 
 TIE = 1e-6  # HiGHS calls two values equal below this share of the largest one
 
@@ -178,6 +193,8 @@ SOLVERS = {
     "cycle": cycle(2),
     "filled": filled(milp()),
     "tempered": tempered(milp()),
+    "spread": spread(),
+    "spread, nothing alike": spread(0),
 }
 
 
@@ -190,7 +207,7 @@ def test_every_solver_keeps_every_limit(name: str) -> None:
             assert keeps(given_, SOLVERS[name](given_))
 
 
-@pytest.mark.parametrize("solver", [knapsack(), knapsack(1000), milp(), greedy(), sample(), cycle()])
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(1000), milp(), greedy(), sample(), cycle(), spread()])
 def test_what_is_always_chosen_stays(solver: Solver) -> None:
     for seed in range(6):
         graph = replace(random_graph(seed, units=16), always=np.arange(16) % 5 == 2)
@@ -240,7 +257,7 @@ def test_what_two_units_share_is_not_on_the_way_of_the_others() -> None:
 # ---------------------------------------------------------------- everything of positive value
 
 
-@pytest.mark.parametrize("solver", [knapsack(), knapsack(10), milp(), greedy(), greedy("ratio")])
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(10), milp(), greedy(), greedy("ratio"), spread(), spread(0)])
 @pytest.mark.parametrize("units", [5, 20])
 def test_a_full_budget_chooses_everything_of_positive_value(units: int, solver: Solver) -> None:
     for seed in range(5):
@@ -253,13 +270,13 @@ def test_a_full_budget_chooses_everything_of_positive_value(units: int, solver: 
 
 def test_without_limits_everything_of_positive_value_is_chosen() -> None:
     free = problem([1, -1, 2], np.eye(3), np.zeros((0, 3)), [])
-    for solver in (knapsack(), milp(), greedy()):
+    for solver in (knapsack(), milp(), greedy(), spread()):
         assert names(free, solver(free)) == "ac"
 
 
 def test_what_costs_nothing_is_chosen_on_any_budget() -> None:
     gift = problem([1, 1, 1], [[1, 0, 0], [0, 0, 1]], [[4, 2]], [0])
-    for solver in (knapsack(), milp(), greedy()):
+    for solver in (knapsack(), milp(), greedy(), spread()):
         assert names(gift, solver(gift)) == "b"
 
 
@@ -565,6 +582,9 @@ BAD: Sequence[tuple[str, object]] = (
     ("freeze", lambda: freeze(start=float("nan"))),
     ("milp", lambda: milp(gap=-0.1)),
     ("milp", lambda: milp(nodes=0)),
+    ("spread", lambda: spread(1.0)),
+    ("spread", lambda: spread(-0.1)),
+    ("spread", lambda: spread(float("nan"))),
 )
 
 
@@ -572,6 +592,59 @@ BAD: Sequence[tuple[str, object]] = (
 def test_numbers_that_make_no_sense_are_refused_at_once(name: str, make: Solver) -> None:
     with pytest.raises(ValueError, match=name):
         make()  # type: ignore[call-arg]
+
+
+# ---------------------------------------------------------------- units that stand for their neighbours
+
+
+def worth_spread(given_: Problem, chosen: np.ndarray, alike: float) -> float:
+    """What a choice is worth where units stand for their neighbours, by the words of `spread`."""
+    values, taken = np.maximum(given_.values, 0), np.flatnonzero(chosen)
+    counts = [np.minimum(v, values[taken]) * alike ** np.abs(u - taken) for u, v in enumerate(values)]
+    return float(sum(count.max(initial=0.0) for count in counts))
+
+
+def best_spread(given_: Problem, alike: float) -> float:
+    choices = (np.array(mask) for mask in product((False, True), repeat=len(given_.values)))
+    sound = (mask for mask in choices if mask[given_.always].all() and given_.fits(mask))
+    return max(worth_spread(given_, mask, alike) for mask in sound)
+
+
+def test_neighbours_of_what_is_chosen_are_worth_little() -> None:
+    """Six units alike, each two away from the loss pays the way: three beside each other, or two that reach further."""
+    row = problem([1.0] * 6, chain_rows(6), [[1.0] * 6 + [1.0] * 6], [6.0], always=[0])
+    assert names(row, milp()(row)) == "abc"
+    assert names(row, spread(0)(row)) == "abc"
+    assert names(row, spread(0.9)(row)) == "ad", "b and c have neighbours on both sides"
+
+
+def test_what_is_worth_little_stands_for_little() -> None:
+    beside = problem([1.0, 0.01, 1.0], np.eye(3), [[9.0, 1.0, 3.0]], [3.0])
+    assert names(beside, spread(0.9)(beside)) == "c", "b is cheap, and near to both"
+    level = replace(beside, values=np.array([1.0, 1.0, 1.0]))
+    assert names(level, spread(0.9)(level)) == "b"
+
+
+@laws(60)
+@given(problems("graph", most=8, limits=2), st.sampled_from([0.0, 0.3, 0.8, 0.95]))
+def test_spread_is_the_best_of_few_units(graph: Problem, alike: float) -> None:
+    chosen = spread(alike)(graph)
+    assert keeps(graph, chosen)
+    assert worth_spread(graph, chosen, alike) == pytest.approx(best_spread(graph, alike))
+
+
+@pytest.mark.parametrize("make", [random_chain, random_graph])
+@pytest.mark.parametrize("alike", [0.0, 0.5, 0.8, 0.95])
+def test_spread_is_near_the_best_of_more_units(make: Any, alike: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grown, and not looked through."""
+    monkeypatch.setattr("pliant.solve.neighbours._FEW", 0)
+    lost = []
+    for seed in range(8):
+        given_ = make(seed, 9, limits=1 + seed % 2)
+        best = best_spread(given_, alike)
+        lost.append((best - worth_spread(given_, spread(alike)(given_), alike)) / max(best, 1e-9))
+    assert max(lost) < 0.1, lost
+    assert np.mean(lost) < 0.02, lost
 
 
 # ---------------------------------------------------------------- determinism

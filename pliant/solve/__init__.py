@@ -5,6 +5,7 @@ units that need it is chosen (`profile.Charge`). Pure numpy and scipy.
 """
 
 from pliant.solve.exact import knapsack, milp
+from pliant.solve.neighbours import spread
 from pliant.solve.problem import SLACK, Array, Mask, Problem, Solver
 from pliant.solve.rules import filled, fixed, greedy, tempered, within_layers
 from pliant.solve.turns import cycle, freeze, sample, takes_turns, with_ends
@@ -23,6 +24,7 @@ __all__ = [
     "knapsack",
     "milp",
     "sample",
+    "spread",
     "takes_turns",
     "tempered",
     "with_ends",

@@ -36,7 +36,8 @@ def knapsack(bins: int = 10_000) -> Solver:
             return easy
         free = problem.free
         if 2 ** len(free) <= bins:
-            return _enumerate(problem, free)
+            few = fitting(problem, free)
+            return few[int(np.argmax(few[:, free] @ problem.values[free]))]
         if len(problem.limits) > 1:
             problem = _at_its_highest(problem)
         own, between, alone = _chain(problem, free)
@@ -69,15 +70,15 @@ def _everything_fits(problem: Problem) -> Mask | None:
     return everything if problem.fits(everything) else None
 
 
-def _enumerate(problem: Problem, free: NDArray[np.intp]) -> Mask:
-    """Every subset of a few units, with its true price."""
+def fitting(problem: Problem, free: NDArray[np.intp]) -> Mask:
+    """Every choice of a few units that keeps the limits at true prices, one in a row; what is always chosen comes first."""
     subsets = (np.arange(2 ** len(free))[:, None] >> np.arange(len(free))) & 1 == 1
     masks = np.repeat(problem.always[None], len(subsets), axis=0)
     masks[:, free] = subsets
     due = (masks.astype(np.float32) @ problem.needed.T.astype(np.float32)) > 0
     fits = np.all(due @ problem.price.T <= problem.limits * (1 + SLACK), axis=1)
-    values = np.where(fits, subsets @ problem.values[free], -np.inf)
-    return masks[int(np.argmax(values))]
+    fits[0] = True  # whether that can be is for the caller to say
+    return masks[fits]
 
 
 def _chain(problem: Problem, free: NDArray[np.intp]) -> tuple[Array, Array, Array]:
