@@ -11,8 +11,8 @@
 Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal corrected`, `…, cost counted`,
 `…, solver greedy`, `…, every 100`, `…, grows 25-4`, `…, start head`, `…, probe 4`, `…, state drop`, `…, engine plain`,
 `…, norm frozen`, `…, memory 200MB`, `…, epochs 6`, `…, power 1` (`solve.tempered`), `…, alike 0.5` (`solve.spread`),
-`…, solver dense` (values that add up, exactly: as it was before). `…, ramp 0.8-0.2` lets the share fall from the first step to
-the last;
+`…, solver dense` (values that add up, whether norms rest or not). `…, ramp 0.8-0.2` lets the share fall from the first step
+to the last;
 `…, wide 0.4` trains everything for the first 0.4 of the run, and chooses then.
 `…, cache 4` gives each image four fixed views, and keeps what is computed before the choice.
 """
@@ -60,7 +60,7 @@ CHANGES: dict[str, Change] = {
     "probe": lambda policy, word: replace(policy, signal=replace(policy.signal, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
-    "power": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(solve.spread(), float(word)))),
+    "power": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(_choose(), float(word)))),
     "alike": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(solve.spread(float(word))))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
     "wide": lambda policy, word: _wide(policy, float(word)),
@@ -169,6 +169,10 @@ def _signal(word: str) -> score.Signal:
 
 def _solver(word: str) -> solve.Solver:
     return solve.filled(solve.tempered(solve.milp(gap=1e-4))) if word == "dense" else getattr(solve, word)()
+
+
+def _choose() -> solve.Solver:
+    return solve.where_norms_rest(solve.spread(), otherwise=solve.milp(gap=1e-4))
 
 
 def _priced(policy: Policy, word: str) -> Policy:

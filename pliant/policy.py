@@ -95,12 +95,12 @@ def plan(
         raise BudgetError("a budget in joules cannot be kept yet: profiles hold no joules.")
     table, limit = _that_cost(profile.table(units)), dict(asked)
     done = progress.fraction if progress.total_steps is not None else None
+    rest = profile.origin.get("norms") == "frozen"
 
     def problem_within(limit: Mapping[str, float]) -> Problem:
         price, room, resource = _rows(table, profile.base, limit)
-        return Problem(
-            names, worth, table.needed, price, room, always, progress.round, policy.seed, resource, *profile.sizes(units), done
-        )
+        turn = progress.round, policy.seed
+        return Problem(names, worth, table.needed, price, room, always, *turn, resource, *profile.sizes(units), done, rest)
 
     floor, what = _floor(problem_within(limit), profile, units)
     if correction is not None and "seconds" in limit:

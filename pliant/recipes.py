@@ -2,7 +2,7 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | update gain | measured | spread out by tempered values, filled up | on drift |
+| `pliant` | layers | update gain | measured | exact for tempered values, or spread where norms rest; filled up | on drift |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
@@ -29,12 +29,16 @@ from pliant.schedule import Schedule
 def pliant(
     time: Limit = None, memory: Limit = None, macs: Limit = None, *, when: Schedule | None = None, seed: int = 0
 ) -> Policy:
-    """Ours, and the default: whole layers by their tempered gain, spread out, every budget at once, again on drift."""
+    """Ours, and the default: whole layers by their tempered gain, every budget at once on the true graph, again on drift.
+
+    Where norms rest, layers that train are few and reach far (`solve.spread`); where they move, values add up (`solve.milp`).
+    """
+    choose = solve.where_norms_rest(solve.spread(), otherwise=solve.milp(gap=1e-4))
     return Policy(
         units.layers(),
         score.update_gain(cross=False),
         timed,
-        solve.filled(solve.tempered(solve.spread())),
+        solve.filled(solve.tempered(choose)),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
         Budget(time=time, memory=memory, macs=macs),
         seed=seed,

@@ -28,6 +28,7 @@ from pliant.solve import (
     sample,
     spread,
     tempered,
+    where_norms_rest,
     with_ends,
 )
 
@@ -623,6 +624,13 @@ def test_what_is_worth_little_stands_for_little() -> None:
     assert names(beside, spread(0.9)(beside)) == "c", "b is cheap, and near to both"
     level = replace(beside, values=np.array([1.0, 1.0, 1.0]))
     assert names(level, spread(0.9)(level)) == "b"
+
+
+def test_norms_at_rest_may_have_a_solver_of_their_own() -> None:
+    row = problem([1.0] * 6, chain_rows(6), [[1.0] * 6 + [1.0] * 6], [6.0], always=[0])
+    either = where_norms_rest(spread(0.9), otherwise=milp())
+    assert names(row, either(row)) == "abc"
+    assert names(row, either(replace(row, norms_rest=True))) == "ad"
 
 
 @laws(60)

@@ -7,7 +7,7 @@ units that need it is chosen (`profile.Charge`). Pure numpy and scipy.
 from pliant.solve.exact import knapsack, milp
 from pliant.solve.neighbours import spread
 from pliant.solve.problem import SLACK, Array, Mask, Problem, Solver
-from pliant.solve.rules import filled, fixed, greedy, tempered, within_layers
+from pliant.solve.rules import filled, fixed, greedy, tempered, where_norms_rest, within_layers
 from pliant.solve.turns import cycle, freeze, sample, takes_turns, with_ends
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "spread",
     "takes_turns",
     "tempered",
+    "where_norms_rest",
     "with_ends",
     "within_layers",
 ]

@@ -35,6 +35,7 @@ class Problem:
     elements: Array | None = None  # (units,): numbers that train in each, wherever it stands
     macs: Array | None = None  # (units,): of its own gradients, without the way there
     done: float | None = None
+    norms_rest: bool = False  # every norm keeps its statistics, also in what trains
 
     def cost(self, chosen: Mask) -> Array:
         """What this choice costs, per row."""

@@ -95,6 +95,15 @@ def tempered(solver: Solver, power: float = 0.25) -> Solver:
     return solve
 
 
+def where_norms_rest(solver: Solver, otherwise: Solver) -> Solver:
+    """One solver where norms keep their statistics also in what trains (`Session(norm=…)`), another where they move."""
+
+    def solve(problem: Problem) -> Mask:
+        return solver(problem) if problem.norms_rest else otherwise(problem)
+
+    return solve
+
+
 def within_layers(solver: Solver, share: float = 0.25) -> Solver:
     """Layers by another solver, each as its best `share` of channels; then more channels while they fit, of those layers first.
 
