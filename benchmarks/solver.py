@@ -1,7 +1,8 @@
-"""How fast the solvers are and how good their answers: `knapsack` against `milp` and against a bound that nothing can beat.
+"""How fast the solvers are and how good their answers: `knapsack` against `milp` and against a bound that nothing can beat,
+`spread` against the bound of a mixed-integer program.
 
-    python benchmarks/solver.py           # some two minutes on one CPU thread
-    python benchmarks/solver.py --quick   # some ten seconds: fewer instances, smaller programs
+    python benchmarks/solver.py           # some four minutes on one CPU thread
+    python benchmarks/solver.py --quick   # some twenty seconds: fewer instances, smaller programs
 
 Instances are random, all values positive (the hardest case), and nothing but the seed decides them. What is timed:
 
@@ -29,11 +30,15 @@ from typing import Any
 
 import numpy as np
 import record
+from scipy.optimize import Bounds, LinearConstraint
+from scipy.optimize import milp as program
+from scipy.sparse import coo_array, csr_array, hstack, vstack
 
-from pliant.solve import Problem, Solver, knapsack, milp
+from pliant.solve import Problem, Solver, knapsack, milp, spread
 
 SECONDS, SHARE = 0.020, 0.992  # what is accepted
 SHARES = (0.1, 0.3, 0.5, 0.8)  # of what choosing everything costs
+ALIKE = 0.8  # the usual one of `spread`
 
 
 # ---------------------------------------------------------------- instances
@@ -204,6 +209,65 @@ def graphs(quick: bool) -> Iterator[dict[str, Any]]:
             }
 
 
+def spreads(quick: bool) -> Iterator[dict[str, Any]]:
+    """How long `spread` takes as problems grow, and how near it is to the best where that can be told in some seconds."""
+    for make in (residual,) if quick else (even, residual, two_budgets):
+        for units in (50,) if quick else (50, 100, 200, 400):
+            for seed, share, problem in instances(make, units, 1 if quick else 2, SHARES[1:3]):
+                problem = replace(problem, values=problem.values**0.25)  # as `tempered` hands them on
+                start = time.thread_time()
+                chosen = spread(ALIKE)(problem)
+                seconds = time.thread_time() - start
+                if not problem.fits(chosen):
+                    raise SystemExit("a choice is over its limit")
+                counts = standing(problem)
+                cell = {
+                    "part": "spread",
+                    "kind": make.__name__,
+                    "units": units,
+                    "seed": seed,
+                    "share": share,
+                    "seconds": seconds,
+                }
+                if units == 50:
+                    cell["of_bound"] = float(counts[:, chosen].max(axis=1).sum()) / spread_bound(problem, counts)
+                yield cell
+
+
+def standing(problem: Problem) -> np.ndarray:
+    """What each unit counts with if another one alone is chosen."""
+    place = np.arange(len(problem.names))
+    return np.minimum(problem.values[:, None], problem.values) * ALIKE ** np.abs(place[:, None] - place)
+
+
+def spread_bound(problem: Problem, counts: np.ndarray) -> float:
+    """No choice is worth more to `spread`: units x, charges y ≥ x, and who stands for whom, z ≤ x, one for each."""
+    n, m = len(problem.names), len(problem.needed)
+    of, by = (one.ravel() for one in np.indices((n, n)))
+    pairs, k = n * n, np.arange(n * n)
+    z_below_x = hstack([coo_array((-np.ones(pairs), (k, by)), (pairs, n)), csr_array((pairs, m)), coo_array(np.eye(pairs))])
+    one_each = hstack([csr_array((n, n + m)), coo_array((np.ones(pairs), (of, k)), (n, pairs))])
+    charge, unit = np.nonzero(problem.needed)
+    row = np.arange(len(unit))
+    x_below_y = hstack(
+        [
+            coo_array((np.ones(len(row)), (row, unit)), (len(row), n)),
+            coo_array((-np.ones(len(row)), (row, charge)), (len(row), m)),
+            csr_array((len(row), pairs)),
+        ]
+    )
+    paid = hstack([csr_array((len(problem.limits), n)), problem.price, csr_array((len(problem.limits), pairs))])
+    most = np.concatenate([np.zeros(pairs), np.ones(n), np.zeros(len(row)), problem.limits])
+    found = program(
+        np.concatenate([np.zeros(n + m), -counts.ravel()]),
+        integrality=np.concatenate([np.ones(n), np.zeros(m + pairs)]),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(vstack([z_below_x, one_each, x_below_y, paid]).tocsr(), -np.inf, most),
+        options={"mip_rel_gap": 1e-3, "node_limit": 2000},
+    )
+    return -float(found.mip_dual_bound)
+
+
 # ---------------------------------------------------------------- reporting
 
 
@@ -248,6 +312,16 @@ def table(cells: list[dict[str, Any]]) -> str:
     ]
     for (kind, units, budget), group in grouped(cells, "graphs", "kind", "units", "share"):
         lines.append(f"| {kind} | {units} | {budget} | {ms(group)} | {share(group, 'of_milp')} | {ms(group, 'milp_seconds')} |")
+    lines += [
+        "",
+        f"`spread`, {ALIKE} alike, of fourth roots",
+        "",
+        "| instances | units | ms | of the bound |",
+        "|---|---|---|---|",
+    ]
+    for (kind, units), group in grouped(cells, "spread", "kind", "units"):
+        near = share(group, "of_bound") if "of_bound" in group[0] else ""
+        lines.append(f"| {kind} | {units} | {ms(group)} | {near} |")
     return "\n".join(lines) + "\n"
 
 
@@ -272,7 +346,7 @@ def main() -> int:
     out = args.out or record.place("solver_quick" if args.quick else "solver")
     setting = {"bins": 10_000, "budgets": list(SHARES), "quick": args.quick}
     cells: list[dict[str, Any]] = []
-    for part in (long_chains, programs, graphs):
+    for part in (long_chains, programs, graphs, spreads):
         for cell in part(args.quick):
             cells.append(cell)
             print({key: f"{v:.4g}" if isinstance(v, float) else v for key, v in cell.items()}, flush=True)
