@@ -113,16 +113,13 @@ def plan(
     if held.any() and not problem.fits(held):
         if not _some_fits(problem, held):  # nothing of it can stay: choose afresh
             return plan(policy, profile, values, progress, correction, within)
-        few = {unit: values[unit] for unit, keep in zip(units, held | always, strict=True) if keep}
-        return replace(
-            plan(policy, profile, few, progress, correction, within), values=dict(zip(names, worth.tolist(), strict=True))
-        )
-    if held.any():
+        problem = replace(problem, may=held | always)
+    elif held.any():
         always = always | held
         problem = problem_within(limit)
-    chosen = policy.solver(problem)
+    chosen = policy.solver(problem) & (problem.allowed | always)
     if not chosen.any():  # no value is positive and nothing is always chosen: the best single unit that fits
-        order = sorted(_reached(problem), key=lambda i: -worth[i])
+        order = sorted((i for i in _reached(problem) if problem.allowed[i]), key=lambda i: -worth[i])
         best = next(i for i in order if problem.fits(np.arange(len(units)) == i))
         chosen = np.arange(len(units)) == best
     picked = tuple(unit for unit, taken in zip(units, chosen, strict=True) if taken)
@@ -131,7 +128,8 @@ def plan(
         if getattr(cost, name) > amount * (1 + 2 * SLACK):
             raise BudgetError(
                 f"the choice of {len(picked)} units costs {_say(name, getattr(cost, name), full)}, more than the limit of "
-                f"{_say(name, amount, full)}. Raise the budget, or choose with a solver that keeps it (knapsack, milp, greedy)."
+                f"{_say(name, amount, full)}. Raise the budget, or choose with a solver that keeps it (knapsack, milp, greedy, "
+                "spread)."
             )
     return Selection(
         picked,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from instances import chain_profile, laws, profiles, units
 from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan, schedule
 from pliant.profile import Charge
 from pliant.schedule import ramp
-from pliant.solve import Solver, cycle, fixed, greedy, knapsack, milp, sample
+from pliant.solve import Problem, Solver, cycle, fixed, greedy, knapsack, milp, sample, spread, where_norms_rest
 
 
 def policy(solver: Solver | None = None, **more: Any) -> Policy:
@@ -274,6 +275,50 @@ def test_a_budget_below_the_floor_is_refused_at_first_and_planned_for_the_floor_
     corrected = plan(low, FOUR, VALUES, correction=1.0)
     assert chosen(corrected) == "u0"
     assert corrected.limit == {"seconds": 8.0} and corrected.asked == {"seconds": 4.0}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_taken_from_a_choice_leaves_the_others_where_they_are(seed: int) -> None:
+    """What stays stands for what is not chosen, too, and is as far away from each other as it was."""
+    rng = np.random.default_rng(seed)
+    profile = chain_profile(rng.uniform(0.2, 1, 14).tolist(), rng.uniform(0.2, 1, 13).tolist())
+    values = dict(zip(units(14), rng.uniform(1, 2, 14).tolist(), strict=True))
+    wide = policy(spread(), budget=Budget(time=0.5))
+    near = plan(wide, profile, values).units
+    fewer = plan(replace(wide, budget=Budget(time=0.42)), profile, values, near=near)
+    assert set(fewer.units) < set(near)
+    place = {unit: k for k, unit in enumerate(values)}
+
+    def worth(some: tuple[Unit, ...]) -> float:
+        return sum(max(min(v, values[c]) * 0.8 ** abs(place[u] - place[c]) for c in some) for u, v in values.items())
+
+    subsets = [some for size in range(1, len(near) + 1) for some in combinations(near, size)]
+    best = max(worth(some) for some in subsets if profile.cost(some).seconds <= 0.42 * profile.full.seconds)
+    assert worth(fewer.units) == pytest.approx(best)
+
+
+def of_ones_own(problem: Problem) -> np.ndarray:
+    """A solver that does not look at what may be chosen."""
+    return np.isin(problem.names, ["u0", "u1"])
+
+
+@pytest.mark.parametrize("solver", [knapsack(), milp(), greedy(), greedy("order"), sample(), spread(), of_ones_own])
+def test_what_is_near_only_loses_where_it_costs_too_much(solver: Solver) -> None:
+    profile = chain_profile([1.0] * 6, [1.0] * 5)
+    values = dict(zip(units(6), [1.0, 3.0, 1.0, 1.0, 2.0, 5.0], strict=True))
+    near = [unit for unit in values if unit.name in ("u0", "u2", "u3")]
+    asked = policy(solver, budget=Budget(time="5s"), seed=0)
+    assert not set(plan(asked, profile, values).units) <= set(near), "left alone it would take others"
+    assert set(plan(asked, profile, values, near=near).units) < set(near)
+
+
+def test_a_recipe_may_choose_otherwise_where_norms_rest() -> None:
+    profile = chain_profile([1.0] * 6, [1.0] * 5, base=0.0)
+    values = dict.fromkeys(units(6), 1.0)
+    either = policy(where_norms_rest(spread(0.9), otherwise=milp()), budget=Budget(time="5s"))
+    assert chosen(plan(either, profile, values)) == "u0 u1 u2"
+    assert chosen(plan(either, replace(profile, origin={"norms": "chosen"}), values)) == "u0 u1 u2"
+    assert chosen(plan(either, replace(profile, origin={"norms": "frozen"}), values)) == "u0 u3"
 
 
 def test_a_correction_is_for_seconds_only() -> None:

@@ -641,6 +641,33 @@ def test_spread_is_the_best_of_few_units(graph: Problem, alike: float) -> None:
     assert worth_spread(graph, chosen, alike) == pytest.approx(best_spread(graph, alike))
 
 
+def test_a_value_that_is_not_a_number_is_worth_nothing_to_spread() -> None:
+    for units in (9, 20):
+        chain = random_chain(1, units)
+        odd = replace(chain, values=np.where(np.arange(units) == 4, np.nan, chain.values))
+        chosen = spread()(odd)
+        assert keeps(odd, chosen) and chosen.any() and not chosen[4]
+
+
+def test_a_peak_of_many_moments_has_one_price_to_spread() -> None:
+    """Sixty moments that are alike weigh no more than one of them."""
+    for seed in range(6):
+        graph = random_graph(seed, 20, limits=2)
+        rows = [0] + [1] * 60
+        many = replace(graph, price=graph.price[rows], limits=graph.limits[rows], resource=("seconds", *["bytes"] * 60))
+        assert spread()(many).tolist() == spread()(replace(graph, resource=("seconds", "bytes"))).tolist()
+
+
+@pytest.mark.parametrize("make", [random_chain, random_graph])
+@pytest.mark.parametrize("alike", [0.5, 0.8])
+def test_spread_is_near_the_best_where_not_every_depth_is_tried(
+    make: Any, alike: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pliant.solve.neighbours._FEW", 0)
+    monkeypatch.setattr("pliant.solve.neighbours._STARTS", 3)
+    test_spread_is_near_the_best_of_more_units(make, alike, monkeypatch)
+
+
 @pytest.mark.parametrize("make", [random_chain, random_graph])
 @pytest.mark.parametrize("alike", [0.0, 0.5, 0.8, 0.95])
 def test_spread_is_near_the_best_of_more_units(make: Any, alike: float, monkeypatch: pytest.MonkeyPatch) -> None:

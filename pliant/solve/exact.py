@@ -32,7 +32,7 @@ def knapsack(bins: int = 10_000) -> Solver:
     def solve(problem: Problem) -> Mask:
         if not problem.is_single:
             raise ValueError("knapsack() keeps one budget at a time; use milp() for several.")
-        if (easy := _everything_fits(problem)) is not None:
+        if (easy := everything_fits(problem)) is not None:
             return easy
         free = problem.free
         if 2 ** len(free) <= bins:
@@ -63,7 +63,7 @@ def _at_its_highest(problem: Problem) -> Problem:
     return replace(problem, price=price[None], limits=np.ones(1), resource=None)
 
 
-def _everything_fits(problem: Problem) -> Mask | None:
+def everything_fits(problem: Problem) -> Mask | None:
     """All of positive value, where that keeps the limits (always, where nothing is limited)."""
     everything = problem.always.copy()
     everything[problem.free] = True
@@ -161,7 +161,7 @@ def milp(gap: float = 0.0, nodes: int = 20_000) -> Solver:
         raise ValueError(f"milp(gap={gap}, nodes={nodes}): the gap is a share, 0 or more, and there is at least one node.")
 
     def solve(problem: Problem) -> Mask:
-        if (easy := _everything_fits(problem)) is not None:
+        if (easy := everything_fits(problem)) is not None:
             return easy
         one_pass = knapsack() if problem.is_single else greedy()
         best = one_pass(problem)

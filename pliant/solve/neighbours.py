@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pliant.solve.exact import fitting
+from pliant.solve.exact import everything_fits, fitting
 from pliant.solve.problem import SLACK, Array, Mask, Problem, Solver
 
 _FEW = 12  # units of which every choice is looked at
@@ -30,7 +30,8 @@ def spread(alike: float = 0.8) -> Solver:
         raise ValueError(f"spread(alike={alike}): from 0, where units have nothing in common, to less than 1.")
 
     def solve(problem: Problem) -> Mask:
-        return _Spread(problem, alike).best()
+        everything = everything_fits(problem)
+        return _Spread(problem, alike).best() if everything is None else everything
 
     return solve
 
@@ -41,9 +42,11 @@ class _Spread:
     def __init__(self, problem: Problem, alike: float) -> None:
         self.problem = problem
         self.free = problem.free
-        values, place = np.maximum(problem.values, 0), np.arange(len(problem.names))
+        values, place = np.where(problem.values > 0, problem.values, 0.0), np.arange(len(problem.names))
         self.worth = np.minimum(values[:, None], values) * float(alike) ** np.abs(place[:, None] - place)  # (of, if chosen)
         limited = np.isfinite(problem.limits)
+        kinds = np.array(problem.resource or [str(row) for row in range(len(problem.limits))])[limited]
+        self.kinds = [kinds == kind for kind in dict.fromkeys(kinds.tolist())]  # the rows of each resource
         scale = np.where(problem.limits > 0, problem.limits, 1.0)[limited]
         self.shares = problem.price[limited] / scale[:, None]  # of each limit
         self.room = problem.limits[limited] / scale * (1 + SLACK)
@@ -85,7 +88,8 @@ class _Spread:
         if not left.any():
             return None
         adds = np.maximum(self.worth - covered[:, None], 0).sum(axis=0)
-        return int(np.argmax(np.where(left, adds / np.maximum(more.sum(axis=0), 1e-12), -1.0)))
+        price = sum((more[rows].max(axis=0) for rows in self.kinds), start=np.full(len(chosen), 1e-12))
+        return int(np.argmax(np.where(left, adds / price, -1.0)))
 
     def polished(self, chosen: Mask) -> Mask:
         """The same, or better: without one of its units, and with others in its place."""
@@ -93,7 +97,7 @@ class _Spread:
             others = [self.grown(_turned(chosen, unit)) for unit in self.free[chosen[self.free]]]
             best = self.best_of([chosen, *others])
             now, then = self.values(np.stack([chosen, best]))
-            if then <= now * (1 + SLACK):
+            if not then > now * (1 + SLACK):
                 return chosen
             chosen = best
 

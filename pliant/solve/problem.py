@@ -36,6 +36,7 @@ class Problem:
     macs: Array | None = None  # (units,): of its own gradients, without the way there
     done: float | None = None
     norms_rest: bool = False  # every norm keeps its statistics, also in what trains
+    may: Mask | None = None  # (units,): those that may be chosen; None: all. What may not still has its place and its value
 
     def cost(self, chosen: Mask) -> Array:
         """What this choice costs, per row."""
@@ -55,8 +56,13 @@ class Problem:
 
     @property
     def free(self) -> NDArray[np.intp]:
-        """Units that are worth choosing and not chosen anyway."""
-        return np.flatnonzero((self.values > 0) & ~self.always)
+        """Units that are worth choosing, may be, and are not chosen anyway."""
+        return np.flatnonzero((self.values > 0) & ~self.always & self.allowed)
+
+    @property
+    def allowed(self) -> Mask:
+        """The units that may be chosen."""
+        return np.ones(len(self.names), bool) if self.may is None else self.may
 
     @property
     def reached(self) -> Mask:

@@ -22,7 +22,7 @@ def greedy(by: str = "value", stop: bool = False) -> Solver:
 
     def solve(problem: Problem) -> Mask:
         if by == "order":
-            return fill(problem, [int(i) for i in np.flatnonzero(~problem.always)], stop)
+            return fill(problem, [int(i) for i in np.flatnonzero(~problem.always & problem.allowed)], stop)
         keys = problem.values
         if by == "ratio":
             limited = np.isfinite(problem.limits) & (problem.limits > 0)
@@ -71,7 +71,7 @@ def filled(solver: Solver) -> Solver:
         chosen = solver(problem)
         if not chosen.any():
             return chosen  # what to do then is for the caller to say
-        left = np.flatnonzero((problem.values != 0) & ~chosen)
+        left = np.flatnonzero((problem.values != 0) & ~chosen & problem.allowed)
         return fill(replace(problem, always=chosen), left.tolist(), stop=False)
 
     return solve
@@ -116,16 +116,20 @@ def within_layers(solver: Solver, share: float = 0.25) -> Solver:
         layers: dict[str, list[int]] = {}
         for i, name in enumerate(problem.names):
             layers.setdefault(name.partition("[")[0], []).append(i)
-        best = {name: sorted(units, key=lambda i: -problem.values[i]) for name, units in layers.items()}
+        best = {
+            name: sorted(units, key=lambda i: (not problem.allowed[i], -problem.values[i])) for name, units in layers.items()
+        }
         first = {name: units[: max(1, round(share * len(units)))] for name, units in best.items()}
         always = np.array([problem.always[units].any() for units in layers.values()])
         picked = [_members(problem, units, first[name]) for name, units in layers.items()]
+        may = np.array([problem.allowed[units].all() for units in picked])
         coarse = replace(
             problem,
             names=tuple(layers),
             values=np.array([problem.values[units].sum() for units in picked]),
             needed=np.stack([problem.needed[:, units].any(axis=1) for units in picked], axis=1),
             always=always,
+            may=may,
             elements=_by_layer(problem.elements, layers),
             macs=_by_layer(problem.macs, layers),
         )
@@ -134,7 +138,7 @@ def within_layers(solver: Solver, share: float = 0.25) -> Solver:
         for units, is_taken in zip(picked, taken, strict=True):
             chosen[units] |= is_taken
         inside = {i for name, is_taken in zip(layers, taken, strict=True) if is_taken for i in layers[name]}
-        more = [i for i in range(len(problem.names)) if problem.values[i] > 0 and not chosen[i]]
+        more = [int(i) for i in problem.free if not chosen[i]]
         order = sorted(more, key=lambda i: (i not in inside, -problem.values[i]))
         return fill(replace(problem, always=chosen), order, stop=False)
 

@@ -21,7 +21,7 @@ def sample(k: int | None = None) -> Solver:
         raise ValueError(f"sample(k={k}): a draw holds at least one unit.")
 
     def solve(problem: Problem) -> Mask:
-        free = problem.reached & ~problem.always
+        free = problem.reached & ~problem.always & problem.allowed
         order = [int(i) for i in problem.rng().permutation(len(problem.names)) if free[i]]
         return fill(problem, order, stop=False, most=k)
 
@@ -39,7 +39,7 @@ def cycle(k: int = 1, order: str = "descending") -> Solver:
         raise ValueError(f"cycle(order={order!r}): choose 'descending', 'ascending' or 'random'.")
 
     def solve(problem: Problem) -> Mask:
-        others = np.flatnonzero(problem.reached & ~problem.always)
+        others = np.flatnonzero(problem.reached & ~problem.always & problem.allowed)
 
         def unit(turn: int) -> int:
             lap, place = divmod(turn, len(others))
@@ -76,7 +76,7 @@ def freeze(start: float = 0.8, cubed: bool = True) -> Solver:
     def solve(problem: Problem) -> Mask:
         if problem.done is None:
             raise ValueError("freezing by and by needs the length of the run: give Session total_steps=…, or use fit().")
-        others = np.flatnonzero(problem.reached & ~problem.always)
+        others = np.flatnonzero(problem.reached & ~problem.always & problem.allowed)
         from_input = np.arange(len(others))[::-1]
         leave_at = (start + (1 - start) * from_input / max(len(others), 1)) ** (3 if cubed else 1)
         stay = problem.done < leave_at * (1 - SLACK)
