@@ -660,20 +660,11 @@ def test_a_peak_of_many_moments_has_one_price_to_spread() -> None:
 
 
 @pytest.mark.parametrize("make", [random_chain, random_graph])
-@pytest.mark.parametrize("alike", [0.5, 0.8])
-def test_spread_is_near_the_best_where_not_every_depth_is_tried(
-    make: Any, alike: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pliant.solve.neighbours._FEW", 0)
-    monkeypatch.setattr("pliant.solve.neighbours._STARTS", 3)
-    test_spread_is_near_the_best_of_more_units(make, alike, monkeypatch)
-
-
-@pytest.mark.parametrize("make", [random_chain, random_graph])
-@pytest.mark.parametrize("alike", [0.0, 0.5, 0.8, 0.95])
-def test_spread_is_near_the_best_of_more_units(make: Any, alike: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("alike", "starts"), [(0.0, 16), (0.5, 16), (0.8, 16), (0.95, 16), (0.5, 3), (0.8, 3)])
+def test_spread_is_near_the_best_of_more_units(make: Any, alike: float, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grown, and not looked through."""
     monkeypatch.setattr("pliant.solve.neighbours._FEW", 0)
+    monkeypatch.setattr("pliant.solve.neighbours._STARTS", starts)
     lost = []
     for seed in range(8):
         given_ = make(seed, 9, limits=1 + seed % 2)
