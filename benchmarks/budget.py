@@ -40,9 +40,10 @@ import torch
 from training import clock
 
 from pliant import Policy, Session, Unit, measure, recipes, schedule, units
-from pliant.apply import apply_, sandbox
-from pliant.graph import read, trainable
-from pliant.norms import Norms
+from pliant.graph.backward import read, trainable
+from pliant.runtime.batchnorm import Norms
+from pliant.runtime.sandbox import sandbox
+from pliant.runtime.trainable import apply_
 
 ASKED = (0.4, 0.5, 0.7)
 QUICK = ("mobilenet_v2", "text_encoder")

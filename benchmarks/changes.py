@@ -33,7 +33,7 @@ from step import NETWORKS, build, loss_on, sgd
 from training import clock
 
 from pliant import Policy, Session, measure, schedule, score, units
-from pliant.solve import Mask, Problem
+from pliant.planning.solve import Mask, Problem
 
 STEPS = 6  # of a round: one eager, one captured, four replayed
 SHARES = (0.25, 0.5, 0.75)

@@ -34,8 +34,9 @@ import torch
 import torch.nn.functional as F
 from training import accuracy, clock
 
-from pliant import Policy, Session, data, measure, recipes, schedule, score
-from pliant.models import efficientnet_lite0
+from pliant import Policy, Session, measure, recipes, schedule, score
+from pliant.apps import data
+from pliant.apps.models import efficientnet_lite0
 
 AGAIN = schedule.every(steps=25)
 PLAIN, PLAIN_FROZEN_NORMS = "full (plain PyTorch)", "full, norms on running statistics (plain PyTorch)"

@@ -39,13 +39,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training import accuracy, clock
 
-from pliant import Session, data, recipes
-from pliant.apply import apply_
-from pliant.clock import Watch
-from pliant.engine.features import Features
-from pliant.graph import trainable
-from pliant.models import efficientnet_lite0
-from pliant.norms import Norms
+from pliant import Session, recipes
+from pliant.apps import data
+from pliant.apps.models import efficientnet_lite0
+from pliant.engine.prefix.feature_cache import Features
+from pliant.graph.backward import trainable
+from pliant.runtime.batchnorm import Norms
+from pliant.runtime.clock import Watch
+from pliant.runtime.trainable import apply_
 
 FULL, FREEZING = "full, eager", "plain freezing"  # the references
 ON_CPU = (FULL, FREEZING, "plain", "prefix", "prefix, cache", "auto", "auto, cache")

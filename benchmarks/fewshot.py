@@ -54,8 +54,9 @@ import record
 import torch
 from torch import nn
 
-from pliant import fewshot, images
-from pliant.engine.features import Features
+from pliant.apps import fewshot
+from pliant.apps.data import images
+from pliant.engine.prefix.feature_cache import Features
 
 IMAGENET, PRACTISED = "imagenet", "meta 100 0.001"  # starts
 RATES = (0.001, 0.004, 0.016, 0.064)

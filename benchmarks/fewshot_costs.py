@@ -12,7 +12,7 @@ share of what `full` takes. Both with one image in a pass.
 Time: CPU time of one thread for one whole task (`--steps` steps over the support set), choosing included, after a small task
 that imports what is imported when it is first used. `full` is plain PyTorch. `cache`: the changed copies of the support images
 are drawn from `--views` fixed ones, and what lies before the first chosen layer is computed once for each. With a meter
-(`pliant.energy`), joules of the task as well.
+(`pliant.runtime.energy`), joules of the task as well.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pliant import Policy, energy, fewshot, images
-from pliant.fewshot.views import Views
-from pliant.memory import Live
+from pliant import Policy, energy
+from pliant.apps import fewshot
+from pliant.apps.data import images
+from pliant.apps.fewshot.views import Views
+from pliant.runtime.memory import Live
 
 QUICK = ("full", "bias", "tinytrain, exact")
 CACHED = {"engine": "prefix", "cache": "1GB"}

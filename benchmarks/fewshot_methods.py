@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pliant import Budget, Policy, fewshot, images, models, plan, recipes, score, solve, units
-from pliant.apply import sandbox
-from pliant.fewshot.views import Views
-from pliant.graph import Graph, read
-from pliant.policy import in_reach
-from pliant.profile import Profile
+from pliant import Budget, Policy, plan, recipes, score, solve, units
+from pliant.apps import fewshot, models
+from pliant.apps.data import images
+from pliant.apps.fewshot.views import Views
+from pliant.cost.profile import Profile
+from pliant.graph.backward import Graph, read
+from pliant.planning.floor import in_reach
+from pliant.runtime.sandbox import sandbox
 
 BACKBONES = {
     "mcunet": "weights/mcunet_5fps_int8.safetensors",

@@ -29,7 +29,7 @@ import record
 import torch
 from fewshot import IMAGENET, key
 
-from pliant.fewshot import rate_for
+from pliant.apps.fewshot import rate_for
 
 Tried = dict[tuple[str, int], dict[float, float]]  # domain and task → rate → accuracy
 

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from training import clock
 
-from pliant.engine.lean import Lean
-from pliant.engine.places import Places
+from pliant.engine.lean.lean import Lean
+from pliant.engine.lean.places import Places
 
 CHANNELS, PIXELS, IMAGES = 8, 4, 2
 _clip_ = torch.ops.aten.hardtanh_.default

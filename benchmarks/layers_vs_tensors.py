@@ -31,7 +31,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from training import accuracy, clock
 
-from pliant import Policy, Session, data, images, recipes, schedule
+from pliant import Policy, Session, recipes, schedule
+from pliant.apps import data
+from pliant.apps.data import images
 
 METHODS = ("full", "elastic_trainer", "elastic_layers")
 CLIP = 1.0

@@ -51,13 +51,13 @@ from torch.utils.checkpoint import checkpoint
 from training import clock
 
 from pliant import Budget, BudgetError, Part, Policy, Session, measure, recipes, score, solve, units
-from pliant.apply import sandbox
-from pliant.engine.lean import Lean
-from pliant.engine.places import Places
-from pliant.engine.slices import Slices
-from pliant.graph import Graph, read, trainable
-from pliant.memory import Live, storage
-from pliant.norms import NormRule, Norms
+from pliant.engine.lean.lean import Lean
+from pliant.engine.lean.places import Places
+from pliant.engine.slices.slices import Slices
+from pliant.graph.backward import Graph, read, trainable
+from pliant.runtime.batchnorm import NormRule, Norms
+from pliant.runtime.memory import Live, storage
+from pliant.runtime.sandbox import sandbox
 
 QUICK = ("mobilenet_v2_0.35", "mcunet")
 PLAIN = "plain freezing"

@@ -1,4 +1,4 @@
-"""Where the data and weights of benchmarks lie; `pliant.images` reads them."""
+"""Where the data and weights of benchmarks lie; `pliant.apps.data.images` reads them."""
 
 from __future__ import annotations
 

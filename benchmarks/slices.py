@@ -23,7 +23,7 @@ from torch import nn
 from training import clock
 
 from pliant import Part
-from pliant.engine.slices import Sliced, Slices
+from pliant.engine.slices.slices import Sliced, Slices
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv 3×3, 64 → 64, 56²": (nn.Conv2d(64, 64, 3, padding=1, bias=False), (8, 64, 56, 56)),

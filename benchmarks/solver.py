@@ -34,7 +34,7 @@ from scipy.optimize import Bounds, LinearConstraint
 from scipy.optimize import milp as program
 from scipy.sparse import coo_array, csr_array, hstack, vstack
 
-from pliant.solve import Problem, Solver, knapsack, milp, spread
+from pliant.planning.solve import Problem, Solver, knapsack, milp, spread
 
 SECONDS, SHARE = 0.020, 0.992  # what is accepted
 SHARES = (0.1, 0.3, 0.5, 0.8)  # of what choosing everything costs

@@ -33,11 +33,12 @@ import torch
 from torch import nn
 from training import clock
 
-from pliant import Session, models, recipes
-from pliant.apply import apply_
-from pliant.engine.features import Features
-from pliant.graph import trainable
-from pliant.norms import Norms
+from pliant import Session, recipes
+from pliant.apps import models
+from pliant.engine.prefix.feature_cache import Features
+from pliant.graph.backward import trainable
+from pliant.runtime.batchnorm import Norms
+from pliant.runtime.trainable import apply_
 
 NETWORKS = ("mobilenet_v2", "efficientnet_lite0", "resnet50", "vit_tiny", "text_encoder")
 BATCHES = (4, 8, 32, 64)

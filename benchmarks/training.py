@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from pliant import data, task
+from pliant.apps import data
+from pliant.apps import tasks as task
 
 
 def clock(device: str) -> float:

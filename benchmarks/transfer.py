@@ -62,10 +62,10 @@ from training import clock
 from transfer_table import best, contenders, table
 
 from pliant import Selection, Session, energy
-from pliant.engine.features import Features
-from pliant.memory import Live
-from pliant.task import rate
-from pliant.types import PliantError
+from pliant.apps.tasks import rate
+from pliant.core.errors import PliantError
+from pliant.engine.prefix.feature_cache import Features
+from pliant.runtime.memory import Live
 
 MAIN = ("mobilenet_v2/cub", "mobilenet_v2/pets")
 RATES = {"sgd": (0.003, 0.01, 0.03, 0.1), "adamw": (3e-5, 1e-4, 3e-4, 1e-3)}

@@ -6,7 +6,7 @@
     head, norm+bias, lora      fixed parts; lora: rank 8 beside every 1×1 convolution or linear layer
     last 0.5, random 0.5       a share of the time of a plain full step; so are elastic_trainer, elastic_layers and pliant
     green_trainer 0.5          a share of its MACs
-    freeze_out, lisa, badam    where `pliant.recipes` has them
+    freeze_out, lisa, badam    where `pliant.planning.recipes` has them
 
 Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal corrected`, `…, cost counted`,
 `…, solver greedy`, `…, every 100`, `…, grows 25-4`, `…, start head`, `…, probe 4`, `…, state drop`, `…, engine plain`,
@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pliant import Budget, Policy, Progress, measure, recipes, schedule, score, solve, units
-from pliant.task import amount
+from pliant.apps.tasks import amount
 
 FULL, TUNED, CAPTURED = "full", "full, tuned", "full, captured"
 FIXED = ("norm+bias", "lora")  # made here; all others are recipes
@@ -114,7 +114,7 @@ def parse(name: str) -> Method:
             f"method {name!r}: {odd[0]!r} is no word that can be changed. There are {', '.join((*CHANGES, *AROUND))}."
         )
     if recipe not in FIXED and not hasattr(recipes, recipe):
-        raise SystemExit(f"no method {name!r}: pliant.recipes has no {recipe!r}.")
+        raise SystemExit(f"no method {name!r}: pliant.planning.recipes has no {recipe!r}.")
     return Method(name, recipe, share or None, words)
 
 
@@ -163,7 +163,7 @@ def _wide(policy: Policy, until: float) -> Policy:
 def _signal(word: str) -> score.Signal:
     made = SIGNALS.get(word) or getattr(score, word, None)
     if made is None:
-        raise SystemExit(f"no signal {word!r}: there are {', '.join(SIGNALS)} and those of pliant.score.")
+        raise SystemExit(f"no signal {word!r}: there are {', '.join(SIGNALS)} and those of pliant.signals.probe.")
     return made()
 
 

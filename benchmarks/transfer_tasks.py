@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transfer_nets import KeywordSpotter, MiniLM
 
-from pliant import data, images, models
-from pliant.models.efficientnet_lite import renamed
+from pliant.apps import data, models
+from pliant.apps.data import images
+from pliant.apps.models.efficientnet_lite import renamed
 
 FOLDER = [Path()]  # where data and weights lie: `--data`
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation, as torchvision's weights expect it

@@ -2,12 +2,24 @@
 
 __version__ = "0.1.0"
 
-from pliant import energy, measure, recipes, roofline, schedule, score, solve, units
-from pliant.budget import Budget, Progress, within
-from pliant.policy import Policy, plan
-from pliant.profile import Profile
-from pliant.session import Session
-from pliant.types import BudgetError, Cost, Part, PliantError, ProbeError, ProfileMismatch, Selection, Unit
+from pliant import signals as score
+from pliant.core import schedule
+from pliant.core.budget import Budget, Progress, within
+from pliant.core.errors import BudgetError, PliantError, ProbeError, ProfileMismatch
+from pliant.core.types import Cost, Part, Selection, Unit
+from pliant.cost import measure
+from pliant.cost import peaks as roofline
+from pliant.cost.profile import Profile
+from pliant.graph import units
+from pliant.moved import also_under_their_old_names
+from pliant.planning import recipes, solve
+from pliant.planning.plan import plan
+from pliant.planning.policy import Policy
+from pliant.runtime import energy
+from pliant.runtime.sample_ids import with_ids
+from pliant.session.session import Session
+
+also_under_their_old_names()
 
 __all__ = [
     "Budget",
@@ -32,5 +44,6 @@ __all__ = [
     "score",
     "solve",
     "units",
+    "with_ids",
     "within",
 ]

@@ -26,9 +26,9 @@ def open_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Steps hang on the clock where measured times correct a choice (`closed_loop`) or engines race (`racing`): only tests of
     that let them."""
     if "closed_loop" not in request.fixturenames:
-        monkeypatch.setattr("pliant.choice.Choice.measured", lambda choice, seconds, now, pause, left: None)
+        monkeypatch.setattr("pliant.session.choice.Choice.measured", lambda choice, seconds, now, pause, left: None)
     if "racing" not in request.fixturenames:
-        monkeypatch.setattr("pliant.engine.ways.Race.see", lambda race, seconds: False)
+        monkeypatch.setattr("pliant.engine.modes.Race.see", lambda race, seconds: False)
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from pliant.profile import Charge, Profile
-from pliant.solve import Problem
-from pliant.types import Cost, Part, Unit
+from pliant.core.types import Cost, Part, Unit
+from pliant.cost.profile import Charge, Profile
+from pliant.planning.solve import Problem
 
 
 def laws(examples: int) -> settings:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pliant import Cost, Policy, Profile, Session, measure
-from pliant.clock import Pace, Watch
+from pliant.runtime.clock import Pace, Watch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from oracle import on_steady_device
 from torch import nn
 
-from pliant import Policy, Session, recipes, runlog, schedule
+from pliant import Policy, Session, recipes, schedule
+from pliant.session import run_log as runlog
 
 BAD = "<script>alert('pwned')</script>\"&"  # what a hostile log would like to see on a page
 

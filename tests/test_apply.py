@@ -11,8 +11,10 @@ from oracle import differences, plain_step, snapshot
 from torch import nn
 from zoo import ZOO, adamw, sgd
 
-from pliant.apply import apply_, check_in_groups, found, restore_, rng_states, sandbox, scratch, scratch_step, set_rng_states
-from pliant.graph import trainable
+from pliant.graph.backward import trainable
+from pliant.runtime.rng import rng_states, set_rng_states
+from pliant.runtime.sandbox import sandbox, scratch, scratch_step
+from pliant.runtime.trainable import apply_, check_in_groups, found, restore_
 
 
 def two_layers() -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant import batches
+from pliant.runtime import batches
 
 X, Y = torch.arange(18.0).reshape(6, 3), torch.arange(6)
 

@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from zoo import sgd
 
 from pliant import Budget, BudgetError, Policy, Profile, Session, measure, schedule, score, solve, units
-from pliant.apply import apply_
-from pliant.engine import ENGINES
-from pliant.feedback import Feedback, Round
-from pliant.graph import read, trainable
-from pliant.memory import Live
-from pliant.norms import Norms
-from pliant.runlog import read as read_log
-from pliant.types import Cost, Part, Unit
+from pliant.core.types import Cost, Part, Unit
+from pliant.engine.engine import ENGINES
+from pliant.graph.backward import read, trainable
+from pliant.runtime.batchnorm import Norms
+from pliant.runtime.memory import Live
+from pliant.runtime.trainable import apply_
+from pliant.session.feedback import Feedback, Round
+from pliant.session.run_log import read as read_log
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -309,7 +309,7 @@ def test_one_step_of_a_selection_is_measured_and_no_step_that_is_measured_counts
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr("pliant.session.inference_bytes", lambda *how: seen.append(1) or measure.inference_bytes(*how))
+    monkeypatch.setattr("pliant.session.session.inference_bytes", lambda *how: seen.append(1) or measure.inference_bytes(*how))
     with open_session() as session:
         for _ in range(10):
             session.step(few())

@@ -17,8 +17,8 @@ from torch import nn
 from zoo import sgd
 
 from pliant import Part, Profile, Unit, measure
-from pliant.charges import Sizes, Times, _suffix_maxima, profile, split
-from pliant.graph import Again, Graph, Node
+from pliant.cost.from_graph import Sizes, Times, _suffix_maxima, profile, split
+from pliant.graph.backward import Again, Graph, Node
 
 
 def whole(*names: str) -> list[Unit]:

@@ -21,10 +21,10 @@ from torch import nn
 from zoo import sgd
 
 from pliant import Budget, BudgetError, Policy, Profile, Progress, Session, plan, recipes, schedule, score, solve, units, within
-from pliant.clock import Pace
-from pliant.engine.ways import Race, Way
-from pliant.graph import read
-from pliant.types import Part, Selection, Unit
+from pliant.core.types import Part, Selection, Unit
+from pliant.engine.modes import Race, Way
+from pliant.graph.backward import read
+from pliant.runtime.clock import Pace
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Open = Callable[..., Session]
@@ -100,8 +100,8 @@ def device() -> Device:
 @pytest.fixture
 def start(closed_loop: None, device: Device, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens a session whose steps run on the simulated device."""
-    monkeypatch.setattr("pliant.session.Watch", device.watch)
-    monkeypatch.setattr("pliant.session.Pace", device.pace)
+    monkeypatch.setattr("pliant.session.session.Watch", device.watch)
+    monkeypatch.setattr("pliant.session.session.Pace", device.pace)
 
     def opened(policy: Policy, model: nn.Module | None = None, **how: Any) -> Session:
         model = model if model is not None else make()
@@ -207,7 +207,7 @@ def test_where_choices_lie_far_apart_they_alternate(
     assert 1.1 < most / least < 1.25
     device.speed, asked = speed, least + between * (most - least)
     plans = []
-    monkeypatch.setattr("pliant.choice.plan", lambda *words: plans.append(plan(*words)) or plans[-1])
+    monkeypatch.setattr("pliant.session.choice.plan", lambda *words: plans.append(plan(*words)) or plans[-1])
     with start(replace(last(asked / profile.full.seconds), cost=heavy), model) as session:
         assert len({selection.units for selection in train(session, 300)}) > 1
         assert device.now / 300 == pytest.approx(asked, rel=0.03)
@@ -236,7 +236,7 @@ def test_where_corrections_must_wait_debts_are_paid_back_slowly(
             device.now += 0.1 * profile.full.seconds
         return plan(policy, profile, values, progress, correction, *within)
 
-    monkeypatch.setattr("pliant.choice.plan", slow_plan)
+    monkeypatch.setattr("pliant.session.choice.plan", slow_plan)
     device.speed = 1.02
     with start(last(0.5)) as session:
         shares = [device.speed * selection.share() for selection in train(session, 1000)]
@@ -325,7 +325,7 @@ def test_corrections_take_little_of_the_run(start: Open, device: Device, monkeyp
             shares.append((len(shares) + 1) * 0.1 * profile.full.seconds / device.now)
         return plan(policy, profile, values, progress, correction, *within)
 
-    monkeypatch.setattr("pliant.choice.plan", slow_plan)
+    monkeypatch.setattr("pliant.session.choice.plan", slow_plan)
     with start(last(0.5)) as session:
         for k in range(60):
             device.speed = (SLOW, FAST)[k % 2]  # never as it was
@@ -372,7 +372,7 @@ def test_a_correction_is_no_new_round_and_takes_no_probe(start: Open, device: De
         probed.append(how["round"])
         return probe(*work, **how)
 
-    monkeypatch.setattr("pliant.session.score.probe", counted)
+    monkeypatch.setattr("pliant.session.session.score.probe", counted)
     device.speed = SLOW
     with start(by_gain(0.5)) as session:
         chosen = train(session, 80)
@@ -416,7 +416,7 @@ def test_a_new_head_trains_alone_until_the_first_score(start: Open, device: Devi
     """Nothing is probed or corrected before; what it leaves of the budget is spent later."""
     probes = []
     probe = score.probe
-    monkeypatch.setattr("pliant.score.probe", lambda *given, **how: probes.append(None) or probe(*given, **how))
+    monkeypatch.setattr("pliant.signals.probe.probe", lambda *given, **how: probes.append(None) or probe(*given, **how))
     with start(replace(by_gain(0.5, schedule.growing(30, 10)), start="head"), total_steps=250) as session:
         chosen = train(session, 30)
         assert {tuple(unit.name for unit in selection.units) for selection in chosen} == {("head",)}
@@ -488,7 +488,7 @@ def test_before_the_first_score_nothing_is_out_of_reach_and_another_optimizer_as
 ) -> None:
     log = tmp_path / "run.jsonl"
     with start(replace(by_gain(0.5, schedule.growing(60, 10)), start="head"), log=log) as session:
-        monkeypatch.setattr("pliant.choice.Choice.again", None)  # nothing is corrected
+        monkeypatch.setattr("pliant.session.choice.Choice.again", None)  # nothing is corrected
         train(session, 15)
         session.budget = Budget(time=0.7)
         session.optimizer = sgd(session.model)
@@ -708,7 +708,7 @@ def launching(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any, bat
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if steps could be captured here."""
-    monkeypatch.setattr("pliant.engine.Engine.may_capture", property(lambda engine: engine.way.graphs))
+    monkeypatch.setattr("pliant.engine.engine.Engine.may_capture", property(lambda engine: engine.way.graphs))
 
 
 def inference_and_head(start: Open) -> tuple[int, int]:
@@ -735,7 +735,7 @@ def test_captured_steps_keep_what_launches_could_not(start: Open, capturing: Non
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Session], None]:
     """Gives a session that has not begun the ways of a GPU, on which steps can be captured as far as is known."""
     captures = property(lambda engine: any(way.graphs for way in engine.race.ways))
-    monkeypatch.setattr("pliant.engine.Engine.may_capture", captures)
+    monkeypatch.setattr("pliant.engine.engine.Engine.may_capture", captures)
 
     def give(session: Session) -> None:
         session._engine._cuda = True
@@ -1009,7 +1009,7 @@ def test_a_budget_moves_only_as_often_as_another_choice_is_worth_what_it_takes(
 ) -> None:
     """`seconds`: how many steps' time it takes to run another choice for the first time."""
     toll = seconds * 0.5 * full_seconds()
-    monkeypatch.setattr("pliant.engine.Engine.seconds_per_choice", property(lambda engine: toll))
+    monkeypatch.setattr("pliant.engine.engine.Engine.seconds_per_choice", property(lambda engine: toll))
     with start(last(schedule.ramp(0.8, 0.4)), total_steps=200) as session:
         chosen = train(session, 200)
     changes = sum(before.units != after.units for before, after in pairwise(chosen))
@@ -1020,7 +1020,7 @@ def test_a_budget_moves_only_as_often_as_another_choice_is_worth_what_it_takes(
 def test_debts_are_paid_back_slowly_only_where_another_choice_is_costly(
     start: Open, toll: float, horizon: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pliant.engine.Engine.seconds_per_choice", property(lambda engine: toll))
+    monkeypatch.setattr("pliant.engine.engine.Engine.seconds_per_choice", property(lambda engine: toll))
     with start(last(0.5), total_steps=200) as session:
         train(session, 21)
         assert session.state_dict()["feedback"]["horizon"] == horizon

@@ -16,10 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import pliant
-from pliant import cli, data, models
+from pliant import cli
+from pliant.apps import data, models
+from pliant.apps.models import FoldedNet
 from pliant.cli import live, progress
-from pliant.models import FoldedNet
-from pliant.types import write_aside
+from pliant.runtime.files import write_aside
 
 run = CliRunner().invoke
 
@@ -183,7 +184,7 @@ def test_a_run_of_meta_training_goes_on_with_as_many_images_to_a_task(world: Pat
         (world / "few" / name).mkdir()
         for i in range(2):
             Image.new("RGB", (8, 8), (50 * i, ord(name), 20)).save(world / "few" / name / f"{i}.png")
-    stop = "from pliant.fewshot import meta; from pliant.cli import main\nkeep = meta._keep\n"
+    stop = "from pliant.apps.fewshot import meta; from pliant.cli import main\nkeep = meta._keep\n"
     stop += "def once(*of): keep(*of); raise KeyboardInterrupt\nmeta._keep = once; main()"
     cut = subprocess.run([sys.executable, "-c", stop, *META, "--support", "20"], capture_output=True, text=True)
     assert cut.returncode == 130 and "go on with --resume" in cut.stdout, cut.stderr
@@ -191,7 +192,7 @@ def test_a_run_of_meta_training_goes_on_with_as_many_images_to_a_task(world: Pat
     assert shown.exit_code == 2 and "is of a run with 20, and 30 was given. Go on with --support 20." in shown.output
 
 
-@pytest.mark.parametrize("module", ["pliant.task", "pliant.cli.watch", "pliant.train.run"])
+@pytest.mark.parametrize("module", ["pliant.apps.tasks", "pliant.cli.watch", "pliant.apps.train.run"])
 def test_ctrl_c_while_modules_are_imported_leaves_no_trace(module: str) -> None:
     """To import torch takes seconds: who stops then sees no traceback."""
     code = f"""

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from pliant.clock import Laps, Pace, Watch, device_name
+from pliant.runtime.clock import Laps, Pace, Watch, device_name
 
 CPU = torch.device("cpu")
 

@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from pliant import PliantError, cli, compare
-from pliant.compare import Cell, Row, cells, front, summary
-from pliant.roofline import Peaks
-from pliant.train import Options, train
+from pliant import PliantError, cli
+from pliant.apps import compare
+from pliant.apps.compare import Cell, Row, cells, front, summary
+from pliant.apps.train import Options, train
+from pliant.cost.peaks import Peaks
 
 PEAKS = Peaks(4e10, 1e10, "cpu", "float32", 1)
 run = CliRunner().invoke
@@ -40,7 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def known_peaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's own cache is read or written, and no device is measured for it."""
     monkeypatch.setenv("PLIANT_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr("pliant.roofline.measured", lambda *_: PEAKS)
+    monkeypatch.setattr("pliant.cost.peaks.measured", lambda *_: PEAKS)
 
 
 def result(accuracy: float, seconds: float, at: tuple[tuple[float, float], ...] = (), **other: Any) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def test_what_every_cell_would_stumble_over_is_told_before_any_begins(place: Pat
 
 def test_peaks_are_measured_once_before_cells_share_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    monkeypatch.setattr("pliant.roofline.measured", lambda *_: measured.append(torch.get_num_threads()) or PEAKS)
+    monkeypatch.setattr("pliant.cost.peaks.measured", lambda *_: measured.append(torch.get_num_threads()) or PEAKS)
     monkeypatch.setenv("PLIANT_CACHE", str(place / "another cache"))
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     made = compare.compare(BASE, cells(["last"], [("time", "1.0")], [0]), "out", threads=1)

@@ -19,9 +19,10 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pliant import data
-from pliant.data import Digits, Split, batches, digits, ids_of, with_ids
-from pliant.models import NORM
+from pliant.apps import data
+from pliant.apps.data.digits import Digits, Split, batches, digits
+from pliant.apps.models import NORM
+from pliant.runtime.sample_ids import ids_of, with_ids
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pliant import Part
-from pliant.engine import arm, depthwise
-from pliant.engine.slices import Sliced, Slices
+from pliant.engine.kernels.arm import depthwise
+from pliant.engine.kernels.arm import processor as arm
+from pliant.engine.slices.slices import Sliced, Slices
 
 KERNELS = (3, 1, 1), (3, 2, 1), (5, 1, 2), (5, 3, 0), (1, 1, 0), (2, 2, 1)  # and stride and padding
 SIDES = (4, 4), (9, 12), (20, 17)

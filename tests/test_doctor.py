@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pliant import cli, doctor
-from pliant.roofline import Peaks
+from pliant import cli
+from pliant.apps import doctor
+from pliant.cost.peaks import Peaks
 
 run = CliRunner().invoke
 

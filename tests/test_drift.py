@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pliant.drift import Drift, blend, mean
+from pliant.signals.drift import Drift, blend, mean
 
 
 def seen(drift: Drift, *looks: dict[str, float]) -> Drift:

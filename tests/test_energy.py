@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pliant import energy
-from pliant.types import PliantError
+from pliant.core.errors import PliantError
 
 RANGE_UJ = 262_143_328_850
 UUID = "bec22643-b3b1-8c4a-d46d-2ec5a402c3c9"
@@ -73,7 +73,7 @@ class NVMLError(Exception):
 
 
 class NVML:
-    """What `pliant.energy` uses of pynvml: two GPUs, of which torch sees the second only."""
+    """What `pliant.runtime.energy` uses of pynvml: two GPUs, of which torch sees the second only."""
 
     NVMLError = NVMLError
 

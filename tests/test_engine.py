@@ -20,13 +20,13 @@ from torch.overrides import _get_current_function_mode_stack
 from zoo import ZOO, Case, adamw, sgd
 
 from pliant import Budget, BudgetError, Part, Policy, Session, Unit, measure, recipes, schedule, score, solve, units
-from pliant.apply import apply_
-from pliant.engine import ENGINES, Engine
-from pliant.engine.slices import Slices
-from pliant.engine.ways import Race, Way, allowed
-from pliant.graph import read, trainable
-from pliant.memory import Live
-from pliant.norms import Norms
+from pliant.engine.engine import ENGINES, Engine
+from pliant.engine.modes import Race, Way, allowed
+from pliant.engine.slices.slices import Slices
+from pliant.graph.backward import read, trainable
+from pliant.runtime.batchnorm import Norms
+from pliant.runtime.memory import Live
+from pliant.runtime.trainable import apply_
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 OFTEN = schedule.every(steps=3)

@@ -19,15 +19,15 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from pliant import Budget, Policy, Session, measure, recipes, schedule, score, solve, units
-from pliant.apply import sandbox
-from pliant.clock import Laps
-from pliant.data import ids_of, with_ids
-from pliant.engine.features import Features
-from pliant.engine.graphs import Graphs
-from pliant.engine.prefix import Prefix
-from pliant.engine.ways import Race
-from pliant.graph import read
-from pliant.types import Part, Unit
+from pliant.core.types import Part, Unit
+from pliant.engine.cuda_graphs.graphs import Graphs
+from pliant.engine.modes import Race
+from pliant.engine.prefix.feature_cache import Features
+from pliant.engine.prefix.prefix import Prefix
+from pliant.graph.backward import read
+from pliant.runtime.clock import Laps
+from pliant.runtime.sample_ids import ids_of, with_ids
+from pliant.runtime.sandbox import sandbox
 
 ENGINES = ["lean", "prefix", "lean+prefix", "graphs", "lean+graphs", "prefix+graphs", "lean+prefix+graphs"]
 WAYS = [(engine, cached) for engine in ENGINES for cached in (False, True) if "prefix" in engine or not cached]
@@ -203,7 +203,7 @@ def test_where_memory_leaves_no_room_a_step_stays_eager(monkeypatch: pytest.Monk
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured without a GPU."""
-    from pliant.engine import graphs
+    from pliant.engine.cuda_graphs import graphs
 
     made = graphs.Graphs.__init__
 

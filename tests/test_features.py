@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant.engine import features as module
-from pliant.engine.features import Features
+from pliant.engine.prefix import feature_cache as module
+from pliant.engine.prefix.feature_cache import Features
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

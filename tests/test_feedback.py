@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from instances import laws
 
-from pliant.feedback import Feedback, Round
+from pliant.session.feedback import Feedback, Round
 
 ASKED = 2.0
 

@@ -16,13 +16,14 @@ from tiny import bars
 from torch import nn
 from typer.testing import CliRunner
 
-from pliant import cli, models, recipes
-from pliant.engine.features import Features
-from pliant.fewshot import Augment, Episode, Prototypes, Sampling, adapt, meta_train, rate_for, scale_of
-from pliant.fewshot.meta import ResumeError, _parted
-from pliant.fewshot.views import Views
-from pliant.images import ImageError, ImageSet
-from pliant.models import FoldedNet
+from pliant import cli, recipes
+from pliant.apps import models
+from pliant.apps.data.images import ImageError, ImageSet
+from pliant.apps.fewshot import Augment, Episode, Prototypes, Sampling, adapt, meta_train, rate_for, scale_of
+from pliant.apps.fewshot.meta import ResumeError, _parted
+from pliant.apps.fewshot.views import Views
+from pliant.apps.models import FoldedNet
+from pliant.engine.prefix.feature_cache import Features
 
 SMALL = ((3, 1, 16, 8), (5, 2, 24, 12), (3, 1, 36, 12))
 NORM = (0.5, 0.5)
@@ -321,7 +322,7 @@ def test_without_held_out_classes_the_last_weights_remain() -> None:
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pliant.fewshot.meta._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("pliant.apps.fewshot.meta._SAVE_SECONDS", 0.0)
     how: dict[str, Any] = {"episodes": 5, "lr": 0.05, "sampling": Sampling(ways=(3, 4), support=8, query=2)}
     source, whole, out = bars(classes, 6), backbone(), tmp_path / "net.safetensors"
     straight = meta_train(whole, source, out=tmp_path / "whole.safetensors", **how)
@@ -347,7 +348,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
 
 
 def test_another_runs_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.fewshot.meta._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("pliant.apps.fewshot.meta._SAVE_SECONDS", 0.0)
     source, out, sampling = bars(4, 6), tmp_path / "net.safetensors", Sampling(ways=(3, 4), support=8, query=2)
 
     def stop(*_: float) -> None:
@@ -416,7 +417,7 @@ def test_pliant_adapt_with_a_cache_takes_the_same_steps(tmp_path: Path, net: str
         caches.append(Features(given["cache"]) if given["cache"] else None)
         return adapt(*args, **{**given, "cache": caches[-1]})
 
-    monkeypatch.setattr("pliant.fewshot.adapt", noted)
+    monkeypatch.setattr("pliant.apps.fewshot.adapt", noted)
 
     def losses(*more: str) -> list[float]:
         shown = run(cli.app, [*start, *more])

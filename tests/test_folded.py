@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from pliant import models
-from pliant.models import FoldedNet, load, load_folded, weights_of
-from pliant.models.folded import FoldedBlock
+from pliant.apps import models
+from pliant.apps.models import FoldedNet, load, load_folded, weights_of
+from pliant.apps.models.folded import FoldedBlock
 
 # parameters beside the classifier, features, blocks, residual blocks
 SIZES = {

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from zoo import ZOO, Case
 
-from pliant.apply import sandbox
-from pliant.graph import Graph, Node, read, walk
+from pliant.graph.backward import Graph, Node, read, walk
+from pliant.runtime.sandbox import sandbox
 
 every_case = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())
 VECTORS = (torch.linspace(-1, 1, 30).reshape(6, 5), torch.tensor([0, 1, 2, 3, 0, 1]))

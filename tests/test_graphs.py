@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant.engine.graphs import Graphs, OnCuda
+from pliant.engine.cuda_graphs.graphs import Graphs, OnCuda
 
 
 class Stand:

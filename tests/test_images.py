@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from pliant import PliantError
-from pliant.images import ImageError, ImageSet, folder, load, loose, packed
+from pliant.apps.data.images import ImageError, ImageSet, folder, load, loose, packed
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 

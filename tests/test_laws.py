@@ -19,9 +19,10 @@ from oracle import differences, freeze_by_hand, on_steady_device, plain_step, sn
 from zoo import ZOO, Case, adamw, sgd
 
 from pliant import Budget, Part, Policy, Progress, Session, Unit, plan, recipes, schedule, score, units
-from pliant.apply import apply_, found, restore_, sandbox
-from pliant.graph import Graph, read, trainable
-from pliant.measure import timed
+from pliant.cost.measure import timed
+from pliant.graph.backward import Graph, read, trainable
+from pliant.runtime.sandbox import sandbox
+from pliant.runtime.trainable import apply_, found, restore_
 
 SHARE = {"tied": 0.9, "two_inputs": 0.8}  # where 0.7 of a full step lies below the floor
 OFTEN = schedule.every(steps=2)

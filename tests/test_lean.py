@@ -26,9 +26,11 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pliant.engine import bits, kept, lean, rest
-from pliant.engine.lean import Lean
-from pliant.memory import Live
+from pliant.engine.lean import bits, lean
+from pliant.engine.lean import frozen_batchnorm as rest
+from pliant.engine.lean import packed_tensors as kept
+from pliant.engine.lean.lean import Lean
+from pliant.runtime.memory import Live
 
 Tensors = dict[str, torch.Tensor]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -19,14 +19,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 
-from pliant import Part, Profile, ProfileMismatch, Unit, apply, batches, measure, passes, trial
-from pliant.apply import apply_, sandbox
-from pliant.clock import Watch
-from pliant.graph import read, trainable, walk
-from pliant.memory import Live, StandIns
-from pliant.norms import NormRule, Norms
-from pliant.profile import Charge
-from pliant.update import Update
+from pliant import Part, Profile, ProfileMismatch, Unit, measure
+from pliant.cost import node_timing as passes
+from pliant.cost import step_timing as trial
+from pliant.cost.profile import Charge
+from pliant.graph.backward import read, trainable, walk
+from pliant.runtime import batches
+from pliant.runtime import trainable as apply
+from pliant.runtime.batchnorm import NormRule, Norms
+from pliant.runtime.clock import Watch
+from pliant.runtime.memory import Live, StandIns
+from pliant.runtime.optimizer_step import Update
+from pliant.runtime.sandbox import sandbox
+from pliant.runtime.trainable import apply_
 
 every_case = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())
 shapes_vary = settings(derandomize=True, deadline=None, max_examples=40)
@@ -532,7 +537,7 @@ def test_seconds_can_be_measured_where_nothing_is_kept(case: Case, monkeypatch: 
     model, optimizer, loss, batch = mid_training(case)
     plain = measure.timed(model, optimizer, loss, batch, repeats=1)
     before = fingerprint(model, optimizer)
-    monkeypatch.setattr("pliant.memory._SMALL", 1)
+    monkeypatch.setattr("pliant.runtime.memory._SMALL", 1)
     with StandIns(model):
         thin = measure.timed(model, optimizer, loss, batch, repeats=1)
     assert fingerprint(model, optimizer) == before

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pliant.memory import Live, StandIns, resident, storage, when_freed
+from pliant.runtime.memory import Live, StandIns, resident, storage, when_freed
 
 CPU = torch.device("cpu")
 KB = 256 * 4  # what 256 numbers take

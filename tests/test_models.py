@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant.models import NORM, EfficientNetLite0, efficientnet_lite0
-from pliant.models.efficientnet_lite import WEIGHTS, imagenet_weights, pad_same
+from pliant.apps.models import NORM, EfficientNetLite0, efficientnet_lite0
+from pliant.apps.models.efficientnet_lite import WEIGHTS, imagenet_weights, pad_same
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 from oracle import differences, snapshot
 from torch import nn
 
-from pliant.norms import ENOUGH, Norms
+from pliant.runtime.batchnorm import ENOUGH, Norms
 
 
 class TwoNorms(nn.Module):

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from runlogs import hostile, lines, train
 
-from pliant import markup, report, runlog, watch
+from pliant.apps import report, watch
+from pliant.core import text as markup
+from pliant.session import run_log as runlog
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None

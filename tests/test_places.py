@@ -18,9 +18,9 @@ from torch import nn
 from zoo import ZOO
 
 from pliant import Session, measure, recipes
-from pliant.engine import lean
-from pliant.engine.lean import Lean
-from pliant.engine.places import Places
+from pliant.engine.lean import lean
+from pliant.engine.lean.lean import Lean
+from pliant.engine.lean.places import Places
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

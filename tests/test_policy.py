@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from instances import chain_profile, laws, profiles, units
 
 from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan, schedule
-from pliant.profile import Charge
-from pliant.schedule import ramp
-from pliant.solve import Problem, Solver, cycle, fixed, greedy, knapsack, milp, sample, spread, where_norms_rest
+from pliant.core.schedule import ramp
+from pliant.cost.profile import Charge
+from pliant.planning.solve import Problem, Solver, cycle, fixed, greedy, knapsack, milp, sample, spread, where_norms_rest
 
 
 def policy(solver: Solver | None = None, **more: Any) -> Policy:

@@ -20,15 +20,15 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pliant.engine import follow
-from pliant.engine.features import Features
-from pliant.engine.lean import Lean
-from pliant.engine.made import AllMade, Made
-from pliant.engine.plan import _folded, _laid_out, _places
-from pliant.engine.prefix import Prefix
-from pliant.engine.rest import in_one_kernel
-from pliant.engine.slices import Slices
-from pliant.types import Part
+from pliant.core.types import Part
+from pliant.engine.derived_weights import AllMade, Made
+from pliant.engine.lean.frozen_batchnorm import in_one_kernel
+from pliant.engine.lean.lean import Lean
+from pliant.engine.prefix import replay as follow
+from pliant.engine.prefix.feature_cache import Features
+from pliant.engine.prefix.prefix import Prefix
+from pliant.engine.prefix.prefix_plan import _folded, _laid_out, _places
+from pliant.engine.slices.slices import Slices
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 SAMPLES, SIZE = 6, 12  # of a batch; batches of an epoch are drawn from twice as many

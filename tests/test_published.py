@@ -17,8 +17,8 @@ from torch import nn
 from zoo import ZOO, adamw
 
 from pliant import Policy, Progress, Session, plan, recipes, schedule, score
-from pliant.apply import sandbox
-from pliant.graph import read
+from pliant.graph.backward import read
+from pliant.runtime.sandbox import sandbox
 
 BLOCKS = tuple(f"blocks.{i}" for i in range(6))  # of `Stack`, from the input on
 

@@ -15,10 +15,13 @@ from instances import chain_profile, laws, profiles, units
 from runlogs import BAD, batches, evaluated, hostile, lines, opened, rewrite, train
 from typer.testing import CliRunner
 
-from pliant import Cost, PliantError, Profile, Selection, Unit, cli, markup, recipes, report, runlog
-from pliant.profile import KINDS, SPLIT
-from pliant.report import LogError, figures, tables
-from pliant.report.run import blocks
+from pliant import Cost, PliantError, Profile, Selection, Unit, cli, recipes
+from pliant.apps import report
+from pliant.apps.report import LogError, figures, tables
+from pliant.apps.report.run import blocks
+from pliant.core import text as markup
+from pliant.cost.profile import KINDS, SPLIT
+from pliant.session import run_log as runlog
 
 run_cli = CliRunner().invoke
 

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pliant import clock, roofline
-from pliant.roofline import Peaks, Row, peaks, roof_seconds, svg_plot, text_plot
+from pliant import roofline
+from pliant.cost.peaks import Peaks, Row, peaks, roof_seconds, svg_plot, text_plot
+from pliant.runtime import clock
 
 SVG = "{http://www.w3.org/2000/svg}"
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pliant import runlog
+from pliant.session import run_log as runlog
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from instances import laws
 
 from pliant import Budget, Cost, Progress
-from pliant.schedule import Schedule, every, growing, on_drift, once, ramp
+from pliant.core.schedule import Schedule, every, growing, on_drift, once, ramp
 
 
 def due_steps(schedule: Schedule, steps: int, drift: float | None = None, **known: int) -> list[int]:

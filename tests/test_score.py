@@ -19,9 +19,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 
-from pliant import Part, ProbeError, Unit, batches, score, units
-from pliant.apply import sandbox
-from pliant.graph import read
+from pliant import Part, ProbeError, Unit, score, units
+from pliant.graph.backward import read
+from pliant.runtime import batches
+from pliant.runtime.sandbox import sandbox
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -42,8 +42,8 @@ from pliant import (
     solve,
     units,
 )
-from pliant.measure import counted
-from pliant.profile import Charge
+from pliant.cost.measure import counted
+from pliant.cost.profile import Charge
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -16,9 +16,9 @@ from instances import laws
 from torch import nn, optim
 
 from pliant import Part
-from pliant.apply import ELEMENTWISE
-from pliant.engine.slices import Sliced, Slices
-from pliant.graph import trainable
+from pliant.engine.slices.slices import Sliced, Slices
+from pliant.graph.backward import trainable
+from pliant.runtime.trainable import ELEMENTWISE
 
 
 def cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
@@ -112,7 +112,7 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor, list[Part]]:
 @given(convolutions(), st.booleans(), st.booleans())
 def test_gradients_of_convolutions_are_those_of_the_whole(case: Any, wants_input: bool, by_products: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pliant.engine.channels._WIDE_KERNELS_BY_PRODUCTS", by_products)
+        patch.setattr("pliant.engine.slices.sliced_gradients._WIDE_KERNELS_BY_PRODUCTS", by_products)
         check_gradients(*case, wants_input=wants_input)
 
 

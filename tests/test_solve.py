@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, problems
 
-from pliant.solve import (
+from pliant.planning.solve import (
     Problem,
     Solver,
     cycle,
@@ -663,8 +663,8 @@ def test_a_peak_of_many_moments_has_one_price_to_spread() -> None:
 @pytest.mark.parametrize(("alike", "starts"), [(0.0, 16), (0.5, 16), (0.8, 16), (0.95, 16), (0.5, 3), (0.8, 3)])
 def test_spread_is_near_the_best_of_more_units(make: Any, alike: float, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grown, and not looked through."""
-    monkeypatch.setattr("pliant.solve.neighbours._FEW", 0)
-    monkeypatch.setattr("pliant.solve.neighbours._STARTS", starts)
+    monkeypatch.setattr("pliant.planning.solve.spread._FEW", 0)
+    monkeypatch.setattr("pliant.planning.solve.spread._STARTS", starts)
     lost = []
     for seed in range(8):
         given_ = make(seed, 9, limits=1 + seed % 2)

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from zoo import fingerprint
 
 from pliant import Unit, measure, recipes, units
-from pliant.apply import sandbox
+from pliant.apps.layer_report import survey
+from pliant.apps.models import load
 from pliant.cli import app
-from pliant.graph import read
-from pliant.models import load
-from pliant.roofline import Peaks, roof_seconds, rows
-from pliant.survey import survey
+from pliant.cost.peaks import Peaks, roof_seconds, rows
+from pliant.graph.backward import read
+from pliant.runtime.sandbox import sandbox
 
 TOY = Peaks(flops=2e9, bandwidth=1e9, device="cpu: toy", dtype="float32", threads=1)
 SLOW_MEMORY = replace(TOY, bandwidth=1e3)
@@ -136,7 +136,7 @@ def toy_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLIANT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("pliant.survey.peaks", lambda device, dtype: TOY)
+    monkeypatch.setattr("pliant.apps.layer_report.peaks", lambda device, dtype: TOY)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)  # the command sets them

@@ -16,12 +16,15 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from pliant import Part, Session, measure, passes, recipes, units
-from pliant.engine import Engine, arm, depthwise, pointwise
-from pliant.engine.slices import Slices
-from pliant.engine.swapped import Swapped, is_slow_here
-from pliant.graph import walk
-from pliant.trial import Trial
+from pliant import Part, Session, measure, recipes, units
+from pliant.cost import node_timing as passes
+from pliant.cost.step_timing import Trial
+from pliant.engine.engine import Engine
+from pliant.engine.kernels.arm import depthwise, pointwise
+from pliant.engine.kernels.arm import processor as arm
+from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
+from pliant.engine.slices.slices import Slices
+from pliant.graph.backward import walk
 from tests.zoo import sgd
 
 

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from pliant import PliantError, models, recipes, task
-from pliant.budget import Budget
-from pliant.types import write_aside
+from pliant import PliantError, recipes
+from pliant.apps import models
+from pliant.apps import tasks as task
+from pliant.core.budget import Budget
+from pliant.runtime.files import write_aside
 
 pytestmark = pytest.mark.usefixtures("place")
 

@@ -15,15 +15,16 @@ from tiny import bars
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pliant import Budget, BudgetError, Session, measure, models, recipes, score, solve, units
-from pliant.apply import sandbox
-from pliant.fewshot import Augment, Prototypes, adapt
-from pliant.fewshot.views import Views
-from pliant.graph import read
-from pliant.images import ImageSet
-from pliant.memory import Live
-from pliant.models import FoldedNet
-from pliant.solve import Problem
+from pliant import Budget, BudgetError, Session, measure, recipes, score, solve, units
+from pliant.apps import models
+from pliant.apps.data.images import ImageSet
+from pliant.apps.fewshot import Augment, Prototypes, adapt
+from pliant.apps.fewshot.views import Views
+from pliant.apps.models import FoldedNet
+from pliant.graph.backward import read
+from pliant.planning.solve import Problem
+from pliant.runtime.memory import Live
+from pliant.runtime.sandbox import sandbox
 
 SMALL = ((3, 1, 16, 8), (5, 2, 24, 12), (3, 1, 36, 12))
 BACKBONES = ("mcunet_5fps", "mobilenet_v2_035", "proxyless_03")

@@ -25,12 +25,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from pliant import BudgetError, PliantError, Session, cli, folder, models, recipes, report, roofline, runlog, schedule, task
+from pliant import BudgetError, PliantError, Session, cli, recipes, roofline, schedule
+from pliant.apps import models, report
+from pliant.apps import run_folder as folder
+from pliant.apps import tasks as task
+from pliant.apps.train import Moment, Options, train
 from pliant.cli import live
-from pliant.engine.ways import Race
-from pliant.roofline import Peaks
-from pliant.train import Moment, Options, train
-from pliant.types import Part, Unit
+from pliant.core.types import Part, Unit
+from pliant.cost.peaks import Peaks
+from pliant.engine.modes import Race
+from pliant.session import run_log as runlog
 
 TINY: dict[str, Any] = {"model": tiny.MODEL, "data": tiny.DATA, "size": 8, "batch": 8, "epochs": 3, "device": "cpu"}
 TINY |= {"exact": True, "scratch": True, "validation": 0.4}
@@ -42,14 +46,14 @@ run = CliRunner().invoke
 @pytest.fixture(autouse=True)
 def told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is told of."""
-    monkeypatch.setattr("pliant.train.run._TELL_SECONDS", 0.0)
+    monkeypatch.setattr("pliant.apps.train.run._TELL_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)
 def known_peaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's own cache is read or written, and no device is measured for it."""
     monkeypatch.setenv("PLIANT_CACHE", str(tmp_path_factory.mktemp("cache")))
-    monkeypatch.setattr("pliant.roofline.measured", lambda *_: PEAKS)
+    monkeypatch.setattr("pliant.cost.peaks.measured", lambda *_: PEAKS)
     assert roofline.peaks("cpu") == PEAKS
 
 
@@ -100,7 +104,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_one_does_not() -> None
 
 def test_watching_evaluating_and_saving_often_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     train(Options(**TINY, recipe="full", out="a"))
-    monkeypatch.setattr("pliant.train.run._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("pliant.apps.train.run._SAVE_SECONDS", 0.0)
     train(Options(**TINY, recipe="full", out="b", evaluate_every=5), lambda moment: None)
     assert same(weights("a"), weights("b"))
 
@@ -173,7 +177,7 @@ def test_ctrl_c_before_the_first_step_claims_nothing(monkeypatch: pytest.MonkeyP
     def measuring(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pliant.session.Session.fit", measuring)
+    monkeypatch.setattr("pliant.session.session.Session.fit", measuring)
     shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--out", "run"])
     assert shown.exit_code == 130 and "stopped at once" in shown.output and "is saved" not in shown.output
 
@@ -230,7 +234,7 @@ def test_a_resumed_run_measures_no_costs_and_goes_on_with_those_of_the_killed_on
     closed_loop: None, racing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs, corrections, values and plans, as they were when it was saved; the order of images and the rates come by step."""
-    monkeypatch.setattr("pliant.train.run._SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("pliant.apps.train.run._SAVE_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match="power cut"):
         train(Options(**{**TINY, "exact": False}, recipe="pliant", time="1.0", out="run"), at_step(13, power_cut))
     held = torch.load("run/state.pt", weights_only=True)
@@ -264,9 +268,9 @@ def test_with_a_time_budget_a_resumed_run_differs_by_nothing_but_what_steps_take
         return on_steady_device(recipes.pliant(time=time, seed=seed, when=schedule.every(steps=25)))
 
     monkeypatch.setitem(task.RECIPES, "pliant", steady)
-    monkeypatch.setattr("pliant.clock.Laps.seconds", lambda laps, span: 2e-3)
-    monkeypatch.setattr("pliant.clock.Pace.may_correct", True)
-    monkeypatch.setattr("pliant.clock.Pace.pause", 0.0)
+    monkeypatch.setattr("pliant.runtime.clock.Laps.seconds", lambda laps, span: 2e-3)
+    monkeypatch.setattr("pliant.runtime.clock.Pace.may_correct", True)
+    monkeypatch.setattr("pliant.runtime.clock.Pace.pause", 0.0)
     options = {**TINY, "exact": False, "recipe": "pliant", "time": "0.8", "evaluate_every": 5, "epochs": 6}
     whole = train(Options(**options, out="whole"))
     with pytest.raises(RuntimeError, match="power cut"):
@@ -366,7 +370,7 @@ def test_what_training_made_worse_is_rolled_back() -> None:
 
 def test_a_loss_that_is_no_number_is_worse_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = iter([(0.25, 1.4), (0.9, float("nan")), (0.9, float("inf")), (0.9, float("nan"))])
-    monkeypatch.setattr("pliant.train.run.task.judge", lambda model, split: next(judged))
+    monkeypatch.setattr("pliant.apps.train.run.task.judge", lambda model, split: next(judged))
     result = train(Options(**TINY, recipe="full", out="run"))
     assert result.rolled_back and result.best.step == 0 and result.accuracy == 0.25
     assert [one["loss"] for one in json.loads(json.dumps(result.to_json(), allow_nan=False))["evaluations"]] == [
@@ -540,8 +544,8 @@ def test_a_roofline_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
     options = {**TINY, "recipe": "pliant", "macs": "0.9"}
     train(Options(**options, out="with"), state("with"))
-    monkeypatch.setattr("pliant.train.roof.Roof.__init__", lambda roof, *_: setattr(roof, "_sketch", None))
-    monkeypatch.setattr("pliant.train.roof.Roof.line", lambda roof: {"event": "roofline", "why": "left out"})
+    monkeypatch.setattr("pliant.apps.train.roof.Roof.__init__", lambda roof, *_: setattr(roof, "_sketch", None))
+    monkeypatch.setattr("pliant.apps.train.roof.Roof.line", lambda roof: {"event": "roofline", "why": "left out"})
     train(Options(**options, out="without"), state("without"))
     assert {"units"} <= next(line for line in runlog.read("with/run.jsonl") if line["event"] == "roofline").keys()
     assert same(weights("with"), weights("without")) and torch.equal(states["with"], states["without"])
@@ -555,7 +559,7 @@ def test_where_there_is_no_roofline_the_report_says_why(monkeypatch: pytest.Monk
     def no_peaks(*_: Any) -> None:
         raise ValueError("no clock <here>")
 
-    monkeypatch.setattr("pliant.survey.peaks", no_peaks)
+    monkeypatch.setattr("pliant.apps.layer_report.peaks", no_peaks)
     train(Options(**TINY, recipe="pliant", time="1.0", out="run"))
     assert report.load("run").roof is None and "no clock &lt;here&gt;" in report.page([report.load("run")])
 

@@ -20,11 +20,12 @@ from instances import chain_profile, laws, profiles, units
 from torch import nn
 
 from pliant import Budget, BudgetError, Cost, Part, PliantError, Profile, ProfileMismatch, Progress, Selection, Unit, measure
-from pliant.graph import read
-from pliant.profile import Charge
-from pliant.profile.table import _highest
-from pliant.types import match, write_aside
-from pliant.units import channels
+from pliant.core.types import match
+from pliant.cost.profile import Charge
+from pliant.cost.table import _highest
+from pliant.graph.backward import read
+from pliant.graph.units import channels
+from pliant.runtime.files import write_aside
 
 # ---------------------------------------------------------------- names
 
@@ -345,7 +346,9 @@ def test_a_foreign_file_is_refused_by_name(tmp_path: Path, content: bytes) -> No
 
 def test_another_format_is_refused_with_both_named(tmp_path: Path) -> None:
     (tmp_path / "later.json").write_text(json.dumps(some_profile().to_json() | {"format": "pliant.profile/9"}))
-    with pytest.raises(ValueError, match=r"not a Pliant profile: format is 'pliant.profile/9', expected 'pliant.profile/6'"):
+    with pytest.raises(
+        ValueError, match=r"not a Pliant profile: format is 'pliant.profile/9', expected 'pliant.cost.profile/6'"
+    ):
         Profile.load(tmp_path / "later.json")
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from zoo import ZOO, adamw, sgd
 
 from pliant import Session, recipes, schedule
-from pliant.undo import Undo
+from pliant.session.delta import Undo
 
 
 def kept(what: dict[str, object]) -> list[object]:

@@ -12,7 +12,7 @@ from torch import nn
 from zoo import ZOO
 
 from pliant import Part, Unit, units
-from pliant.graph import Graph, read
+from pliant.graph.backward import Graph, read
 
 
 @cache

@@ -14,7 +14,7 @@ from torch import nn
 from zoo import adamw, sgd
 
 from pliant import Policy, Session, measure, schedule, score, solve, units
-from pliant.update import Update
+from pliant.runtime.optimizer_step import Update
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

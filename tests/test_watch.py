@@ -19,8 +19,10 @@ import pytest
 from runlogs import BAD, hostile, train
 from typer.testing import CliRunner
 
-from pliant import PliantError, cli, report, runlog, watch
-from pliant.report import LogError
+from pliant import PliantError, cli
+from pliant.apps import report, watch
+from pliant.apps.report import LogError
+from pliant.session import run_log as runlog
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The lines that are taken apart from now on."""
     seen: list[bytes] = []
     loads = json.loads
-    monkeypatch.setattr("pliant.report.reading.json.loads", lambda line: seen.append(line) or loads(line))
+    monkeypatch.setattr("pliant.apps.report.reading.json.loads", lambda line: seen.append(line) or loads(line))
     return seen
 
 

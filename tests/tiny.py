@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pliant.images import ImageSet
+from pliant.apps.data.images import ImageSet
 
 NET = """
 import os, signal

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from playwright.sync_api import sync_playwright
 from torch import nn
 
-from pliant import Policy, Session, data, recipes, report, runlog, schedule
-from pliant.models import efficientnet_lite0
-from pliant.survey import survey
+from pliant import Policy, Session, recipes, schedule
+from pliant.apps import data, report
+from pliant.apps.layer_report import survey
+from pliant.apps.models import efficientnet_lite0
+from pliant.session import run_log as runlog
 
 HERE = Path(__file__).parent
 STEPS, BATCH, SIZE = 120, 16, 32

@@ -19,8 +19,8 @@ from pliant.cli.progress import bar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pliant.fewshot import Adapted
-    from pliant.images import ImageSet
+    from pliant.apps.data.images import ImageSet
+    from pliant.apps.fewshot import Adapted
 
 DEFAULT = "efficientnet_lite0"
 
@@ -69,7 +69,10 @@ def adapt(
 
     Example: pliant adapt --support birds/few --query birds/new --memory 1MB --macs 0.15 --out birds.safetensors
     """
-    from pliant import fewshot, images, models, recipes, task
+    from pliant.apps import fewshot, models
+    from pliant.apps import tasks as task
+    from pliant.apps.data import images
+    from pliant.planning import recipes
 
     console = Console(stderr=as_json)
     with told(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
@@ -103,7 +106,7 @@ def adapt(
                 on_step=lambda step, loss: show(step + 1, f"loss {loss:.3f}"),
             )
         if out is not None:
-            pliant.types.write_aside(out, models.weights_of(net, {"scale": repr(float(done.model.scale))}))
+            pliant.runtime.files.write_aside(out, models.weights_of(net, {"scale": repr(float(done.model.scale))}))
         found = _found(done, truth, names)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -135,7 +138,7 @@ def _asked(path: Path, size: int, support: ImageSet) -> tuple[ImageSet, Tensor |
     """Images to classify; their classes where folders say them, their names where they do not."""
     import torch
 
-    from pliant import images
+    from pliant.apps.data import images
 
     there("--query", path)
     bare, names = images.loose(path, size)

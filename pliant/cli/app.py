@@ -13,7 +13,7 @@ import typer.core
 from rich.console import Console
 
 import pliant
-from pliant.task import TaskError
+from pliant.apps.tasks import TaskError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,7 +79,7 @@ def images_of(option: str, source: str) -> None:
 
 def model_of(option: str, name: str, pretrained: bool = False) -> nn.Module:
     """A model by the name that an option gives."""
-    from pliant import models
+    from pliant.apps import models
 
     with meant(option):
         try:

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pliant.apps.compare import Comparison, Line, Row
 from pliant.cli.app import app, images_of, told
-from pliant.compare import Comparison, Line, Row
 
 
 @app.command()
@@ -54,8 +54,8 @@ def compare(
     """
     import torch
 
-    from pliant import compare as work
-    from pliant.train import Options
+    from pliant.apps import compare as work
+    from pliant.apps.train import Options
 
     given = [(kind, amount) for kind, some in (("time", time), ("memory", memory), ("macs", macs)) for amount in some or ()]
     console = Console(quiet=as_json)
@@ -103,7 +103,7 @@ def compare(
         import pliant
 
         where = "cuda" if device.startswith("cuda") else "cpu"
-        console.print(f"energy: {pliant.energy.missing(where)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"energy: {pliant.runtime.energy.missing(where)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def table(found: Comparison) -> Table:

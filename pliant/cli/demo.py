@@ -26,10 +26,10 @@ def demo(
 
     Example: pliant demo --time 0.4 --steps 80
     """
-    from pliant.demo import run
+    from pliant.apps.demo import run
 
     console = Console()
     with told(console, stopped="stopped: nothing was written."):
         outcomes = run(console, time_share=time, steps=steps, batch=batch, size=size, seed=seed)
         if out is not None:
-            pliant.types.write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())
+            pliant.runtime.files.write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())

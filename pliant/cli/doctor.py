@@ -25,7 +25,7 @@ def doctor(
 
     Exit codes: 0 the library runs here, whatever else is missing; 1 it does not.
     """
-    from pliant.doctor import examine
+    from pliant.apps.doctor import examine
 
     console = Console()
     with told(Console(stderr=True)):

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pliant.train import Moment
+from pliant.apps.train import Moment
 
 _SHADES = "·░▒▓█"
 

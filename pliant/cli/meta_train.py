@@ -42,7 +42,9 @@ def meta_train(
     """
     import torch
 
-    from pliant import fewshot, images, models, task
+    from pliant.apps import fewshot, models
+    from pliant.apps import tasks as task
+    from pliant.apps.data import images
 
     console, state = Console(), Path(f"{out}.state")
 

@@ -38,9 +38,9 @@ def plan(
     """
     import torch
 
-    from pliant import task
-    from pliant.explain import explained
-    from pliant.train import Options
+    from pliant.apps import tasks as task
+    from pliant.apps.explain import explained
+    from pliant.apps.train import Options
 
     console = Console()
     torch.set_num_threads(threads)

@@ -36,8 +36,10 @@ def profile(
     """
     import torch
 
-    from pliant import roofline, task, units
-    from pliant.survey import survey
+    from pliant import units
+    from pliant.apps import tasks as task
+    from pliant.apps.layer_report import survey
+    from pliant.cost import peaks as roofline
 
     console = Console()
     torch.set_num_threads(threads)
@@ -51,7 +53,7 @@ def profile(
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
         found = survey(net, optimizer, lambda m, b: m(b).float().square().mean(), x, units.tensors() if tensors else None)
         if svg is not None:
-            pliant.types.write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
+            pliant.runtime.files.write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return

@@ -33,7 +33,7 @@ def report(
 
     Example: pliant report runs/a runs/b --out compare.html
     """
-    from pliant import report as reports
+    from pliant.apps import report as reports
 
     console = Console()
     with told(console, OSError):
@@ -48,5 +48,5 @@ def report(
         if out is None:
             typer.echo(content, nl=False)
             return
-        pliant.types.write_aside(out, content.encode())
+        pliant.runtime.files.write_aside(out, content.encode())
         console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)

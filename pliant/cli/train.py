@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from pliant.apps.tasks import RECIPES
+from pliant.apps.train import Options, Result, Stopped
 from pliant.cli.app import Misused, app, images_of, told
-from pliant.task import RECIPES
-from pliant.train import Options, Result, Stopped
 
 _DEFAULT = {field.name: str(field.default) for field in fields(Options)}
 
@@ -95,8 +95,8 @@ def train(
     Exit codes: 0 done, 1 told why not, 2 wrong usage, 130 stopped by Ctrl-C (after a step, with everything saved).
     """
     given = {name: value for name, value in locals().items() if value is not None and name not in ("config", "as_json")}
+    from pliant.apps.train import train as run
     from pliant.cli.live import shown
-    from pliant.train import train as run
 
     console = Console(stderr=as_json, quiet=as_json)
     with told(Console(stderr=True), ValueError, stopped=_stopped):

@@ -20,8 +20,8 @@ def watch(
 
     Example: pliant watch runs/a
     """
-    from pliant import report as reports
-    from pliant import watch as watching
+    from pliant.apps import report as reports
+    from pliant.apps import watch as watching
 
     console = Console()
     with told(console, OSError):

@@ -1,0 +1,240 @@
+"""Labelled images from a disk: a folder for each class, or one packed file. Read once, kept as bytes, normalised when used."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pliant.apps.data.digits import Split
+from pliant.core.errors import PliantError
+
+Norm = tuple[float | Sequence[float], float | Sequence[float]]  # mean and standard deviation of pixels in 0…1: one, or three
+
+TRAIN, VALIDATION, TEST = 0, 1, 2
+_SPLIT_FOLDERS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
+_SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+
+
+class ImageError(PliantError, ValueError):
+    """Images that cannot be used as they are."""
+
+
+class Splits(NamedTuple):
+    """What to train on, to choose by, and to report."""
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Square images of one size (N×3×S×S), the class of each, and what each is for.
+
+    Images are bytes, 0…255, until `normalised`. `split` says which are to train on (0), to choose by (1) and to test on (2);
+    None: nobody has said.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    split: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.split is not None:
+            object.__setattr__(self, "split", torch.as_tensor(self.split, dtype=torch.uint8))
+        counts = {len(self.images), len(self.labels), len(self.labels if self.split is None else self.split)}
+        if len(counts) > 1:
+            raise ImageError(f"images, labels and split disagree on their number: {sorted(counts)}. Give one each.")
+        if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
+            raise ImageError(
+                f"labels go from {int(self.labels.min())} to {int(self.labels.max())}, but there are {len(self.classes)} "
+                f"classes. A label is the place of its class, counted from 0."
+            )
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, index: Tensor) -> ImageSet:
+        """Some of the images (positions or a mask); the classes keep their numbers."""
+        return replace(
+            self,
+            images=self.images[index],
+            labels=self.labels[index],
+            split=None if self.split is None else self.split[index.to(self.split.device)],
+        )
+
+    def normalised(self, norm: Norm) -> ImageSet:
+        """The same with images as a network takes them: (x/255 − mean) / standard deviation, in float32."""
+        if self.images.is_floating_point():
+            raise ImageError("these images are normalised already: give normalised() images of bytes, 0…255.")
+        mean, std = (torch.as_tensor(part, dtype=torch.float32, device=self.images.device).reshape(-1, 1, 1) for part in norm)
+        return replace(self, images=(self.images.float() / 255 - mean) / std)
+
+    def splits(self, validation: float = 0.2, seed: int = 0, *, test: bool = True) -> Splits:
+        """Three splits, with images as they are here: `normalised` comes first where a network is to see them.
+
+        What the set says stands. Where it names no validation images, that share of every class is cut from those to train on,
+        by lot; where it names no test images, as much again (not with `test=False`). A class keeps at least one image to train
+        on.
+        """
+        if not 0 < validation < 0.5:
+            raise ImageError(f"validation={validation}: the share of every class to set aside, more than 0 and below 0.5.")
+        split = torch.zeros(len(self), dtype=torch.uint8) if self.split is None else self.split.cpu().clone()
+        missing = [kind for kind in (VALIDATION, *([TEST] if test else [])) if not bool((split == kind).any())]
+        generator = torch.Generator().manual_seed(seed)
+        labels = self.labels.cpu()
+        for label in range(len(self.classes)):
+            mine = ((labels == label) & (split == TRAIN)).nonzero()[:, 0]
+            mine = mine[torch.randperm(len(mine), generator=generator)]
+            each = min(round(validation * len(mine)), (len(mine) - 1) // len(missing)) if missing and len(mine) else 0
+            for place, kind in enumerate(missing):
+                split[mine[place * each : (place + 1) * each]] = kind
+        parts = [(split == kind).to(self.labels.device) for kind in (TRAIN, VALIDATION, TEST)]
+        return Splits(*(Split(self.images[part], self.labels[part]) for part in parts))
+
+
+def load(path: str | os.PathLike[str], size: int) -> ImageSet:
+    """A `packed` set where the name ends in .npz, else a `folder`."""
+    return packed(path, size) if Path(path).suffix == ".npz" else folder(path, size)
+
+
+def loose(path: str | os.PathLike[str], size: int) -> tuple[Tensor, list[str]]:
+    """The images that lie in a folder itself, without classes, resized as in `folder`; and the names of their files."""
+    root = Path(path)
+    files = sorted(file for file in root.iterdir() if _is_image(file)) if root.is_dir() else []
+    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
+    for row, file in zip(images, files, strict=True):
+        row.copy_(_decoded(file, f"the image {os.fspath(file)!r}", size))
+    return images, [file.name for file in files]
+
+
+def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
+    """The images of a folder with one folder for each class, or with such folders inside of train, val and test.
+
+    Classes come in the order of their names. Whatever their size and shape, images are resized to `size`×`size` (bilinear with
+    antialiasing; what is not square is squeezed, so that nothing is cut off), turned upright, and made RGB, transparency on
+    white. Files that are not named like images, and names that start with a dot, are passed over.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        what = "a file" if root.exists() else "not there"
+        raise ImageError(f"no folder {os.fspath(root)!r}: it is {what}. Give a folder that holds one folder for each class.")
+    tops = _folders(root)
+    by_split = bool(tops) and all(top.name.lower() in _SPLIT_FOLDERS for top in tops)
+    files: list[tuple[Path, str, int]] = []
+    for place, kind in [(top, _SPLIT_FOLDERS[top.name.lower()]) for top in tops] if by_split else [(root, TRAIN)]:
+        found = _folders(place)
+        if not found:
+            raise ImageError(
+                f"{os.fspath(place)!r} holds no folders{_loose(place)}. Put the images of each class into a folder of its own."
+            )
+        for of_class in found:
+            mine = sorted(file for file in of_class.iterdir() if _is_image(file))
+            if not mine:
+                raise ImageError(
+                    f"the class {of_class.name!r} is empty: {os.fspath(of_class)!r} holds no image "
+                    f"({', '.join(sorted(_SUFFIXES))}). Add some, or remove the folder."
+                )
+            files += [(file, of_class.name, kind) for file in mine]
+    classes = tuple(sorted({name for _, name, _ in files}))
+    number = {name: label for label, name in enumerate(classes)}
+    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
+    for row, (file, _, _) in zip(images, files, strict=True):
+        row.copy_(_decoded(file, f"the image {os.fspath(file)!r}", size))
+    labels = torch.tensor([number[name] for _, name, _ in files])
+    return ImageSet(images, labels, classes, torch.tensor([kind for _, _, kind in files]) if by_split else None)
+
+
+def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
+    """The images of one .npz file, resized as in `folder`.
+
+    It holds `label` and `classes`, `split` where there is one, and either `data` and `offset` (image n is the JPEG file in
+    `data[offset[n]:offset[n+1]]`) or `bits` (square drawings, a bit for each pixel, 1 for ink; they become black on white).
+    """
+    file = os.fspath(path)
+    try:
+        with open(file, "rb") as raw, np.load(raw) as archive:
+            held = {name: archive[name] for name in ("data", "offset", "bits", "label", "classes", "split") if name in archive}
+    except FileNotFoundError as error:
+        raise ImageError(f"no file {file!r}. Give a packed set of images (.npz).") from error
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, TypeError, AttributeError) as error:
+        raise ImageError(f"{file!r} is not a whole .npz file: {error}. Copy it again.") from error
+    if not {"label", "classes"} <= set(held) or not ({"data", "offset"} <= set(held) or "bits" in held):
+        raise ImageError(
+            f"{file!r} is not a packed set of images: it holds {', '.join(sorted(held)) or 'none of its arrays'}. It needs "
+            f"label and classes, and data and offset (JPEG) or bits (drawings)."
+        )
+    if "bits" in held:
+        images = _drawn(held["bits"], size)
+    else:
+        data, offset = held["data"], held["offset"]
+        images = torch.empty(len(offset) - 1, 3, size, size, dtype=torch.uint8)
+        for i, row in enumerate(images):
+            jpeg = io.BytesIO(data[offset[i] : offset[i + 1]].tobytes())
+            row.copy_(_decoded(jpeg, f"image {i} of {file!r}", size))
+    labels = torch.from_numpy(held["label"].astype(np.int64))
+    split = torch.from_numpy(held["split"].astype(np.uint8)) if "split" in held else None
+    return ImageSet(images, labels, tuple(str(name) for name in held["classes"]), split)
+
+
+def _folders(place: Path) -> list[Path]:
+    return sorted(entry for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _is_image(file: Path) -> bool:
+    return file.is_file() and file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
+
+
+def _loose(place: Path) -> str:
+    count = sum(_is_image(file) for file in place.iterdir())
+    return f", but {count} images" if count else ""
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.ImageOps
+    except ImportError as error:
+        raise ImportError(
+            "images are read with Pillow, which is not installed. Run: pip install 'pliant[images]'", name="PIL"
+        ) from error
+    return PIL
+
+
+def _decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
+    """One image as 3×size×size bytes."""
+    pillow = _pillow()
+    try:
+        with pillow.Image.open(source) as opened:
+            image = pillow.ImageOps.exif_transpose(opened)
+            if image.has_transparency_data:
+                clear = image.convert("RGBA")
+                image = pillow.Image.alpha_composite(pillow.Image.new("RGBA", clear.size, "white"), clear)
+            image = image.convert("RGB")
+        if image.size != (size, size):
+            image = image.resize((size, size), pillow.Image.Resampling.BILINEAR)  # which widens its filter to shrink
+    except (OSError, SyntaxError, ValueError, pillow.Image.DecompressionBombError) as error:
+        raise ImageError(f"{what} cannot be read: {error}. Replace or remove it.") from error
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def _drawn(bits: np.ndarray[Any, np.dtype[np.uint8]], size: int) -> Tensor:
+    """Packed drawings as images: black ink on white."""
+    side = math.isqrt(8 * bits.shape[1])
+    ink = torch.from_numpy(np.unpackbits(bits, axis=1)[:, : side * side].reshape(-1, 1, side, side))
+    out = torch.empty(len(ink), 3, size, size, dtype=torch.uint8)
+    for few, rows in zip(ink.split(256), out.split(256), strict=True):  # floats of all of them would be many
+        large = F.interpolate(few.float(), size=(size, size), mode="bilinear", align_corners=False, antialias=True)
+        rows.copy_(255 - (255 * large).round().clamp(0, 255).expand(-1, 3, -1, -1))
+    return out

@@ -1,0 +1,146 @@
+"""A few small backbones, written to be read, and the way from a name or a weight file to a model and back.
+
+Each has `embed` (images → features), and `norm`, the mean and standard deviation that its input is normalised with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pliant.apps.models.efficientnet_lite import NORM, EfficientNetLite0, efficientnet_lite0
+from pliant.apps.models.folded import (
+    FOLDED_NORM,
+    FoldedNet,
+    folded,
+    load_folded,
+    mcunet_5fps,
+    mobilenet_v2_035,
+    proxyless_03,
+    read_weights,
+)
+from pliant.core.types import nearest
+
+__all__ = [
+    "BUILT_IN",
+    "FOLDED_NORM",
+    "NORM",
+    "EfficientNetLite0",
+    "FoldedNet",
+    "efficientnet_lite0",
+    "load",
+    "load_folded",
+    "mcunet_5fps",
+    "mobilenet_v2_035",
+    "proxyless_03",
+    "read_weights",
+    "weights_of",
+]
+
+BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+    "efficientnet_lite0": efficientnet_lite0,
+    "mcunet_5fps": mcunet_5fps,
+    "mobilenet_v2_035": mobilenet_v2_035,
+    "proxyless_03": proxyless_03,
+}
+
+
+def load(name: str, classes: int | None = None, pretrained: bool = False) -> nn.Module:
+    """A model by its name: a built-in one, `timm:NAME`, what `package.module:factory` returns, or a file of weights
+    (.safetensors) that a run of training wrote.
+
+    With `classes`, its last layer has so many outputs; a factory gets them if it has an argument `classes` or `num_classes`.
+    `pretrained` weights are those of built-in and timm models; a factory's are its own business.
+
+    >>> load("efficientnet_lite0", classes=10).classifier.out_features
+    10
+    """
+    if name.endswith(".safetensors"):
+        return _from_file(name, classes)
+    if name in BUILT_IN:
+        return BUILT_IN[name](**({} if classes is None else {"classes": classes}), pretrained=pretrained)
+    where, colon, what = name.partition(":")
+    if not colon:
+        near = nearest(name, BUILT_IN)
+        raise ValueError(
+            f"no model {name!r}: give one of {', '.join(BUILT_IN)}, timm:NAME, package.module:factory, or a file of weights "
+            f"(.safetensors).{near}"
+        )
+    return _from_timm(what, classes, pretrained) if where == "timm" else _from_factory(where, what, classes)
+
+
+def _from_factory(where: str, what: str, classes: int | None) -> nn.Module:
+    here = str(Path.cwd())
+    if here not in sys.path:  # as `python -m` does
+        sys.path.insert(0, here)
+    module = importlib.import_module(where)
+    if not hasattr(module, what):
+        raise ValueError(
+            f"{where!r} has no {what!r}: name a function or class without required arguments.{nearest(what, vars(module))}"
+        )
+    factory = getattr(module, what)
+    takes = inspect.signature(factory).parameters if classes is not None else {}
+    model = factory(**{key: classes for key in ("classes", "num_classes") if key in takes})
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"'{where}:{what}' returned {type(model).__name__}, not a torch.nn.Module.")
+    return model
+
+
+def _from_timm(what: str, classes: int | None, pretrained: bool) -> nn.Module:
+    try:
+        timm: Any = importlib.import_module("timm")
+    except ImportError as error:
+        raise ImportError(f"timm:{what} needs timm, which is not installed. Run: pip install timm", name="timm") from error
+    known = timm.list_models()
+    if what.partition(".")[0] not in known:
+        raise ValueError(f"timm has no model {what!r}.{nearest(what, known)}")
+    model: nn.Module = timm.create_model(what, pretrained=pretrained, **({} if classes is None else {"num_classes": classes}))
+    return model
+
+
+def _from_file(path: str, classes: int | None) -> nn.Module:
+    """The model that a file of weights says it is of. With another number of classes, what has another shape starts afresh."""
+    saved, about = read_weights(path)
+    if about.get("format") == "pliant.delta/1":
+        raise ValueError(
+            f"{path!r} holds only what a run changed. Load it onto the weights that the run began with: "
+            f"model.load_state_dict(load_file(path), strict=False)."
+        )
+    if "arch" in about:
+        return folded(about["arch"], saved, path, classes)
+    name = about.get("model") or next((n for n, make in BUILT_IN.items() if set(make().state_dict()) == set(saved)), None)
+    if name is None:
+        raise ValueError(f"{path!r} does not say of which model it is, and is of none of {', '.join(BUILT_IN)}.")
+    told = int(about["classes"]) if "classes" in about else None
+    model = load(name, classes if classes is not None else told)
+    here = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    if set(here) != set(saved):
+        odd = sorted(set(here) ^ set(saved))[0]
+        raise ValueError(f"{path!r} is not of {name}: only one of the two has {odd!r}.")
+    other = [key for key in here if saved[key].shape != here[key]]
+    if other and classes in (None, told):
+        raise ValueError(
+            f"{path!r} is not of {name}: {other[0]!r} is {tuple(saved[other[0]].shape)} there, {tuple(here[other[0]])} here."
+        )
+    model.load_state_dict({key: tensor for key, tensor in saved.items() if key not in other}, strict=False)
+    return model
+
+
+def weights_of(model: nn.Module, also: Mapping[str, str] | None = None) -> bytes:
+    """The file of weights (safetensors) of a built-in network that `load` reads, or of any other that `load_state_dict` takes;
+    `also` goes into its metadata."""
+    from safetensors.torch import save
+
+    about = dict(also or {})
+    if isinstance(model, FoldedNet):
+        about["arch"] = json.dumps(model.arch)
+    elif isinstance(model, EfficientNetLite0):
+        about |= {"model": "efficientnet_lite0", "classes": str(model.classifier.out_features)}
+    return save({name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}, about)

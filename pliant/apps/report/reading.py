@@ -1,0 +1,295 @@
+"""A run log as it is on disk → one run, without what a resumed run did over."""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pliant.apps.report.run import Chosen, Evaluation, Roof, Run, Start, Step
+from pliant.core.errors import PliantError
+from pliant.core.types import Cost, Selection, Unit
+from pliant.cost.peaks import Peaks, Row
+
+LOG = "run.jsonl"  # its name inside a run's folder
+
+
+class LogError(PliantError, ValueError):
+    """A log that is not there, or is none of a run."""
+
+
+def log_of(run: str | os.PathLike[str]) -> Path:
+    """Where the log of a run is: the run's folder, or the log itself, may be given."""
+    given = Path(run)
+    log = given / LOG if given.is_dir() else given
+    if not log.is_file():
+        what = f"there is no {LOG} in the folder {os.fspath(given)!r}" if log != given else f"there is no {os.fspath(given)!r}"
+        raise LogError(f"{what}. Give a run's folder or its log: what Session(log=…) writes.")
+    return log
+
+
+def load(run: str | os.PathLike[str]) -> Run:
+    """Read a run's log up to its last whole line."""
+    return Tail(run).read()
+
+
+class Tail:
+    """A log that is read again and again while it grows: each time, only what was appended.
+
+    A last line that is not whole yet waits. A log that was truncated or replaced is read from its beginning.
+    """
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        self.log = log_of(run)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._file: tuple[int, int] | None = None  # which one on disk
+        self._read = 0  # bytes, up to the end of a whole line
+        self._last = b""  # the line that ends there
+        self._collected = Lines(os.fspath(self.log))
+
+    def read(self) -> Run:
+        """The run as its log tells it now."""
+        where = os.fspath(self.log)
+        try:
+            torn = self._see_more()
+        except OSError as error:
+            self._forget()
+            raise LogError(f"{where!r} cannot be read: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            self._forget()
+            raise LogError(f"{where!r} is not a run log: it holds no text. Give what Session(log=…) writes.") from error
+        except (ValueError, RecursionError) as error:  # no JSON
+            self._forget()
+            raise LogError(f"{where!r} is not a run log: {error}") from error
+        if not self._collected.count:
+            state = "holds no whole line" if torn else "is empty"
+            raise LogError(f"{where!r} {state}: the run told nothing yet. Try again after its first step.")
+        name = self.log.resolve().parent.name if self.log.name == LOG else self.log.stem
+        return replace(self._collected.run(name), torn=torn)
+
+    def _see_more(self) -> bool:
+        """Take in the whole lines that are new; tells whether part of another one follows them."""
+        with open(self.log, "rb") as file:
+            status = os.fstat(file.fileno())
+            which = status.st_dev, status.st_ino
+            if self._read and (self._file != which or not self._goes_on(file)):
+                self._forget()
+            self._file = which
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return True
+                try:
+                    told = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"line {self._collected.count + 1}: not a line of a run log ({error}).") from error
+                self._collected.see(told)
+                self._read += len(line)
+                self._last = line
+        return False
+
+    def _goes_on(self, file: BinaryIO) -> bool:
+        """Whether what was read last still stands where it stood; a shorter file has nothing there."""
+        file.seek(self._read - len(self._last))
+        return file.read(len(self._last)) == self._last
+
+
+def named(runs: Iterable[Run]) -> list[Run]:
+    """The runs, told apart where several have one name."""
+    out: list[Run] = []
+    for run in runs:
+        same = sum(other.name == run.name or other.name.startswith(f"{run.name} (") for other in out)
+        out.append(replace(run, name=f"{run.name} ({same + 1})") if same else run)
+    return out
+
+
+def parse(lines: Iterable[Any], name: str, where: str = "the log") -> Run:
+    """The run that these lines tell of: the last one, where several stand in one file."""
+    collected = Lines(where)
+    for line in lines:
+        collected.see(line)
+    return collected.run(name)
+
+
+class Lines:
+    """Lines of a log, one after the other, and the run that they tell of so far. A file that goes on with another run tells of
+    that one: what was wrong with lines before it matters no more."""
+
+    def __init__(self, where: str) -> None:
+        self.count = 0
+        self._where = where
+        self._starts = 0
+        self._reading = _Reading()
+        self._tells = self._speaks = False  # of what was chosen; of anything
+        self._wrong: LogError | None = None
+
+    def see(self, line: Any) -> None:
+        self.count += 1
+        event = line.get("event") if isinstance(line, dict) else None
+        self._speaks |= isinstance(line, dict) and "event" in line
+        self._tells |= event in ("start", "round", "resume")
+        if event == "start":
+            self._starts += 1
+            if self._starts > 1:
+                self._reading, self._wrong = _Reading(), None
+        if self._wrong is not None:
+            return
+        try:
+            self._reading.see(line)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            self._wrong = LogError(f"{self._where!r}, line {self.count}: not a line of a run log ({reason}).")
+            self._wrong.__cause__ = error
+
+    def run(self, name: str) -> Run:
+        if not self._tells and self._speaks:
+            raise LogError(
+                f"{self._where!r} does not say what was chosen: the run told too little yet. Try again after its first step."
+            )
+        if not self._tells:
+            raise LogError(
+                f"{self._where!r} is not a run log: no line in it says what was chosen. Give what Session(log=…) writes."
+            )
+        if self._wrong is not None:
+            raise self._wrong
+        return replace(self._reading.run(), name=name, earlier=max(self._starts - 1, 0))
+
+
+class _Reading:
+    """Collects lines. A resumed run goes on from a checkpoint: what the log holds beyond it was done over."""
+
+    def __init__(self) -> None:
+        self.start = Start()
+        self.chosen: list[Chosen] = []
+        self.steps: list[Step] = []
+        self.peaks: list[tuple[int, int]] = []
+        self.evaluations: list[Evaluation] = []
+        self.notes: list[tuple[int, str]] = []
+        self.resumed: list[int] = []
+        self.roof: Roof | None = None
+        self.no_roof = ""
+        self.resident: int | None = None
+        self.ended = False
+
+    def see(self, line: Any) -> None:
+        """Take in one line; events that are not known are passed over."""
+        event = line["event"]
+        self.ended = self.ended and event not in ("step", "round", "resume")
+        if line.get("resident") is not None:
+            self.resident = max(self.resident or 0, int(_number(line["resident"])))
+        if event == "start":
+            self.start = _start(line)
+        elif event == "round":
+            self.chosen.append(_chosen(line))
+        elif event == "step":
+            self.steps.append(Step(int(line["step"]), _maybe(line["loss"]), _maybe(line["seconds"])))
+        elif event == "memory":
+            self.peaks.append((int(line["step"]), int(_number(line["measured"]))))
+        elif event == "evaluated":
+            scores = _maybe(line.get("accuracy")), _maybe(line.get("loss"))
+            self.evaluations.append(Evaluation(int(line["step"]), str(line.get("split", "validation")), *scores))
+        elif event == "note":
+            self.notes.append((int(line["step"]), str(line["text"])))
+        elif event == "roofline":
+            self.no_roof = str(line.get("why", ""))
+            self.roof = None if self.no_roof else _roof(line)
+        elif event == "resume":
+            self._go_back(int(line["step"]))
+        elif event == "end":
+            self.ended = True
+
+    def _go_back(self, step: int) -> None:
+        self.resumed.append(step)
+        self.chosen = [each for each in self.chosen if each.selection.step < step]  # the choice at a step comes after it
+        self.steps = [each for each in self.steps if each.number <= step]
+        self.peaks = [each for each in self.peaks if each[0] <= step]
+        self.evaluations = [each for each in self.evaluations if each.step <= step]
+        self.notes = [each for each in self.notes if each[0] <= step]
+
+    def run(self) -> Run:
+        begins = [each.selection.step for each in self.chosen]
+        spans: list[list[Step]] = [[] for _ in range(len(begins) + 1)]
+        for step in self.steps:
+            spans[bisect_right(begins, step.number - 1)].append(step)
+        chosen = list(self.chosen)
+        for i, each in enumerate(chosen):
+            until = begins[i + 1] if i + 1 < len(begins) else float("inf")
+            peaks = [size for step, size in self.peaks if begins[i] < step <= until]
+            chosen[i] = replace(each, steps=tuple(spans[i + 1]), bytes=max(peaks, default=None))
+        return Run(
+            name="",
+            start=self.start,
+            chosen=tuple(chosen),
+            loose=tuple(spans[0]),
+            evaluations=tuple(self.evaluations),
+            notes=tuple(self.notes),
+            roof=self.roof,
+            no_roof=self.no_roof,
+            resumed=tuple(self.resumed),
+            resident=self.resident,
+            ended=self.ended,
+        )
+
+
+def _start(line: Mapping[str, Any]) -> Start:
+    said = {key: line[key] for key in ("policy", "when", "signal", "engine", "seed") if key in line}
+    origin = {
+        key: line["origin"][key] for key in ("device", "threads", "batch", "dtype", "torch", "taken") if key in line["origin"]
+    }
+    return Start(
+        facts={key: str(value) for key, value in {**said, **origin, "pliant": line.get("pliant", "")}.items()},
+        full=_cost(line["full"]),
+        units=tuple(reversed([str(name) for name in line["units"]])),
+        costs={str(name): _cost(cost) for name, cost in line.get("costs", {}).items()},
+        split={str(part): _cost(cost) for part, cost in line.get("split", {}).items()},
+        checks=tuple((_number(a), _number(b), _number(c)) for a, b, c in line.get("checks", ())),
+        coverage=_maybe(line.get("coverage")),
+        uncounted=tuple(str(name) for name in line.get("uncounted", ())),
+        profiling_seconds=_maybe(line.get("profiling_seconds")),
+    )
+
+
+def _chosen(line: Mapping[str, Any]) -> Chosen:
+    selection = Selection(
+        units=tuple(Unit.from_json(unit) for unit in line["units"]),
+        cost=_cost(line["cost"]),
+        limit={str(name): _number(amount) for name, amount in line["limit"].items() if amount is not None},
+        value=_maybe(line["value"]) or 0.0,
+        round=int(line["round"]),
+        step=int(line["step"]),
+        full=_cost(line["full"]),
+        values={str(name): _number(value) for name, value in line["values"].items() if value is not None},
+        asked={str(name): _number(amount) for name, amount in line["asked"].items() if amount is not None},
+    )
+    split = {str(part): _cost(cost) for part, cost in line.get("split", {}).items()}
+    return Chosen(selection, split, _maybe(line.get("choosing_seconds")) or 0.0)
+
+
+def _roof(line: Mapping[str, Any]) -> Roof:
+    rows = (
+        Row(str(u["name"]), _number(u["seconds"]), int(_number(u["macs"])), int(_number(u["moved"]))) for u in line["units"]
+    )
+    return Roof(Peaks.from_json(line["peaks"]), tuple(rows))
+
+
+def _cost(data: Mapping[str, Any]) -> Cost:
+    joules = _maybe(data.get("joules"))
+    return Cost(_number(data["seconds"]), int(_number(data["bytes"])), int(_number(data["macs"])), joules)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{value!r} is no number")
+    if not abs(value) < 1e300:  # no sum of a few is infinite either
+        raise ValueError(f"{value!r} is out of range")
+    return float(value)
+
+
+def _maybe(value: Any) -> float | None:
+    return None if value is None else _number(value)

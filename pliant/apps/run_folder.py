@@ -1,0 +1,145 @@
+"""The folder of a run: what lies in it, and that one process at a time writes into it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pliant import __version__
+from pliant.core.errors import PliantError
+from pliant.runtime.files import write_aside
+
+_FORMAT = "pliant.run/1"
+
+
+class FolderError(PliantError, OSError):
+    """A folder that a run cannot use."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where a run keeps its things. `run` says what it is; `state` is what it goes on from, and needs nothing else for that."""
+
+    path: Path
+
+    @property
+    def run(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "run.jsonl"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state.pt"
+
+    @property
+    def best(self) -> Path:
+        return self.path / "best.safetensors"
+
+    @property
+    def last(self) -> Path:
+        return self.path / "last.safetensors"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+
+def options_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options that the run in a folder was begun with."""
+    file = Folder(Path(path)).run
+    try:
+        held = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise FolderError(f"there is no run in {os.fspath(path)!r} to resume: it holds no {file.name}.") from error
+    except (OSError, ValueError) as error:
+        raise FolderError(f"{os.fspath(file)!r} cannot be read: {error}") from error
+    if not isinstance(held, dict) or held.get("format") != _FORMAT:
+        raise FolderError(f"{os.fspath(file)!r} is not what a run of `pliant train` wrote.")
+    return dict(held["options"])
+
+
+def unused(name: str, within: str = "runs") -> Path:
+    """A folder for a run that nobody uses yet: `runs/name`, else `runs/name-2` and so on."""
+    number, path = 1, Path(within, name)
+    while path.exists():
+        number += 1
+        path = Path(within, f"{name}-{number}")
+    return path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """A folder, made if it is not there, that nobody else locks meanwhile.
+
+    The lock is the system's own, so that a process that was killed leaves none behind.
+    """
+    name = os.fspath(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(Folder(path).lock, "a+b")  # noqa: SIM115  # closed below
+    except OSError as error:
+        raise FolderError(f"cannot write into {name!r}: {error.strerror}. Choose another folder (--out).") from error
+    with lock:
+        if not _locks(lock):
+            raise FolderError(f"another process is at work in {name!r}. Wait for it, or choose another folder (--out).")
+        yield
+
+
+@contextmanager
+def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bool) -> Iterator[Folder]:
+    """The folder for as long as a run takes. Another run in it is refused, whether it is over or still goes on.
+
+    A run that fails before there is anything to go on from leaves nothing of its own.
+    """
+    folder = Folder(Path(path))
+    name = os.fspath(path)
+    new = not folder.path.exists()
+    with locked(folder.path):
+        strangers = sorted(entry.name for entry in folder.path.iterdir() if entry != folder.lock)
+        if not resume and folder.run.exists():
+            raise FolderError(f"{name!r} holds a run already: add --resume to go on with it, or choose another folder (--out).")
+        if not resume and strangers:
+            raise FolderError(f"{name!r} is not empty (it holds {strangers[0]!r}): choose another folder (--out).")
+        try:
+            if not resume:
+                about = {"format": _FORMAT, "pliant": __version__, "options": dict(options)}
+                write_aside(folder.run, json.dumps(about, indent=2).encode())
+            yield folder
+        except BaseException:
+            if not resume and not folder.state.exists():
+                _clear(folder, new)
+            raise
+
+
+def _clear(folder: Folder, new: bool) -> None:
+    """Best effort: why it is done is told already."""
+    with suppress(OSError):
+        for file in (folder.run, folder.log, folder.best, folder.last, folder.lock):
+            file.unlink(missing_ok=True)
+        if new:
+            folder.path.rmdir()
+
+
+def _locks(file: BinaryIO) -> bool:
+    """Take the lock if nobody has it; it goes with the file's last handle."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,126 @@
+"""What may be spent: where a run stands, and what one step, or a whole run, may cost."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pliant.core.errors import BudgetError
+from pliant.core.types import Cost
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: optimizer steps and selections so far, and what is known of its length.
+
+    `elapsed` is the time since the session began, everything included; `aside` what passes between two steps (loading,
+    evaluating), on average. Both are seconds by the clock on the wall.
+    """
+
+    step: int = 0
+    round: int = 0
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None
+    elapsed: float = field(default=0.0, compare=False)
+    aside: float = field(default=0.0, compare=False)
+
+    @property
+    def epoch(self) -> float:
+        if self.steps_per_epoch is None:
+            raise ValueError("epochs are asked for but unknown: give Session steps_per_epoch=len(loader), or use fit().")
+        return self.step / self.steps_per_epoch
+
+    @property
+    def fraction(self) -> float:
+        """The share of the run that is done, 0 to 1."""
+        if self.total_steps is None:
+            raise ValueError("the length of the run is asked for but unknown: give Session total_steps=…, or use fit().")
+        return min(self.step / max(self.total_steps, 1), 1.0)
+
+
+Amount = float | str
+Limit = Amount | Callable[[Progress], Amount] | None
+
+_UNITS = {
+    "time": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0},
+    "memory": {"B": 1.0, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
+    "macs": {"MAC": 1.0, "KMAC": 1e3, "MMAC": 1e6, "GMAC": 1e9, "TMAC": 1e12},
+    "energy": {"J": 1.0, "mJ": 1e-3, "kJ": 1e3},
+}
+RESOURCES = {"time": "seconds", "memory": "bytes", "macs": "macs", "energy": "joules"}
+
+
+def _amount(kind: str, given: Amount, full: float | None) -> float:
+    """An absolute amount from a share of `full` or from a number with its unit."""
+    where = ", ".join(_UNITS[kind])
+    if isinstance(given, str):
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]+)\s*", given)
+        if not found or found[2] not in _UNITS[kind]:
+            raise ValueError(f"{kind}={given!r} is not an amount: write a share like 0.4, or a number with {where}.")
+        amount = float(found[1]) * _UNITS[kind][found[2]]
+        if amount <= 0:
+            raise ValueError(f"{kind}={given!r} must be more than nothing.")
+        return amount
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < given <= 1:
+        raise ValueError(f"{kind}={given!r} is neither a share in (0, 1] of a full step nor a number with {where}.")
+    return float("inf") if full is None else float(given) * full
+
+
+def within(whole_run: str) -> Callable[[Progress], str]:
+    """A time limit for a whole run: what is left of it is spread over the steps that are left. Needs `total_steps` or `fit`.
+
+    >>> ten_minutes = within("10min")
+    >>> ten_minutes(Progress(step=100, total_steps=400, elapsed=300.0, aside=0.25))
+    '0.75s'
+    """
+    seconds = _amount("time", whole_run, None) if isinstance(whole_run, str) else math.nan
+    if math.isnan(seconds):
+        raise ValueError(f"within({whole_run!r}): give a time with its unit, like within('20min').")
+
+    def limit(progress: Progress) -> str:
+        if progress.total_steps is None:
+            raise ValueError(f"within({whole_run!r}) needs the length of the run: give Session total_steps=…, or use fit().")
+        left = max(progress.total_steps - progress.step, 1)
+        return f"{max((seconds - progress.elapsed) / left - progress.aside, 1e-9):.9g}s"
+
+    return limit
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one step may cost. A share of a plain full step (0 < x ≤ 1), an amount with its unit, or a function of progress.
+
+    >>> Budget(time=0.4, memory="64MB").limits(Cost(seconds=2.0, bytes=10**9))
+    {'seconds': 0.8, 'bytes': 64000000.0}
+    """
+
+    time: Limit = None
+    memory: Limit = None
+    macs: Limit = None
+    energy: Limit = None
+
+    def __post_init__(self) -> None:
+        for kind in RESOURCES:
+            given = getattr(self, kind)
+            if given is not None and not callable(given):
+                _amount(kind, given, None)
+
+    def limits(self, full: Cost, progress: Progress | None = None) -> dict[str, float]:
+        """Absolute limits by field of `Cost`, for what is limited at all."""
+        out = {}
+        for kind, name in RESOURCES.items():
+            given = getattr(self, kind)
+            if given is None:
+                continue
+            if callable(given):
+                given = given(progress if progress is not None else Progress())
+            total = getattr(full, name)
+            if not total:
+                raise BudgetError(
+                    f"{kind}={given!r} cannot be kept: this profile holds no {name}; measure with another `cost`."
+                )
+            out[name] = _amount(kind, given, total)
+        return out

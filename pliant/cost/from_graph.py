@@ -1,0 +1,394 @@
+"""A graph, and what was measured of it → the charges of a `Profile`. Arithmetic only: nothing here runs the model."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pliant.core.types import Cost
+from pliant.cost.profile import AGAIN, CACHED, KEPT, Charge, Profile
+from pliant.graph.backward import BIAS, Graph, Node
+from pliant.graph.forward_trace import CARRIERS, MASKS, Saves
+
+PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
+_ATTENTION = 2.5  # backward of fused attention: dQ, dK, dV, dP and the scores once more, against two products forward
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step: per node with everything asked for, with input gradients alone, and for each parameter at it alone;
+    the forward pass with norms at rest, and what each norm's own work adds to it; the optimizer."""
+
+    everything: Array
+    inputs: Array
+    alone: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    norms: Mapping[int, float] = field(default_factory=dict)
+    forward: float = 0.0
+    unseen: float = 0.0  # per node: what no hook sees
+    fixed: float = 0.0  # optimizer
+    per_tensor: float = 0.0
+    per_byte: float = 0.0
+
+    def with_update(self, fixed: float, per_tensor: float, per_byte: float) -> Times:
+        return replace(self, fixed=fixed, per_tensor=per_tensor, per_byte=per_byte)
+
+    @classmethod
+    def none(cls, graph: Graph) -> Times:
+        return cls(np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes)))
+
+
+def modelled(graph: Graph, seconds: Callable[[int, int], float]) -> Times:
+    """Times of a device that is not at hand: `seconds(MACs, bytes moved)` of every gradient and of the forward pass."""
+    inputs, everything, alone = np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes)), {}
+    forward = 0.0
+    for i, node in enumerate(graph.nodes):
+        forward += seconds(node.macs, node.moved)
+        if node.carrier:
+            continue
+        if node.data:
+            inputs[i] = seconds(node.macs, node.moved) * (len(node.data) if node.op in PRODUCTS else 1)
+        for param in node.params:
+            alone[i, param] = seconds(node.macs if _gradient_macs(node, param) == node.macs else 0, node.moved)
+        everything[i] = inputs[i] + max([alone[i, param] for param in node.params], default=0.0)
+    return Times(everything, inputs, alone, forward=forward)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a step beside what is kept: those that live while a node runs (with input gradients alone, and with everything
+    asked for), the optimizer's state of each parameter, and its scratch memory, taken up for all parameters `together` or not.
+    """
+
+    inputs: Sequence[int]
+    everything: Sequence[int]
+    state: Mapping[str, int]
+    scratch: Mapping[str, int] = field(default_factory=dict)
+    together: bool = False
+    inference: int = 0  # the peak of the forward pass alone
+    norms_move: bool = True  # whether a batch norm keeps statistics of the batch just when it is chosen
+
+    @classmethod
+    def counted(cls, graph: Graph, state: Mapping[str, int], norms_move: bool = True) -> Sizes:
+        """From shapes: a node's output gradient and its input gradients live while it runs; views take nothing."""
+        flow = [
+            0 if node.op in CARRIERS else max(node.moved - sum(graph.params[p] for p in node.params), 0) for node in graph.nodes
+        ]
+        return cls(flow, flow, state, norms_move=norms_move)
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """The moments of a step: operations of the forward pass that may be its peak, the nodes of backward, the optimizer.
+
+    Before a node for which a checkpoint computes its part again: the operations of that part that may be its peak.
+    """
+
+    forward: Sequence[int]  # operations, the end of the forward pass last
+    nodes: int
+    updates: int
+    again: Mapping[int, Sequence[int]] = field(default_factory=dict)  # by node
+
+    def forward_since(self, operation: int) -> int:
+        return bisect.bisect_left(self.forward, operation)
+
+    def node(self, i: int) -> int:
+        return self.begin(i) + len(self.again.get(i, ()))
+
+    def begin(self, i: int, operation: int = 0) -> int:
+        """When a node begins; with `operation`, when what is computed again for it has come that far."""
+        return len(self.forward) + i + self._before[i] + bisect.bisect_left(self.again.get(i, ()), operation)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """How many moments of computing again lie before each node begins."""
+        return np.cumsum([0, *(len(self.again.get(i, ())) for i in range(self.nodes))]).tolist()
+
+    @property
+    def update(self) -> int:
+        return self.begin(self.nodes)
+
+    @property
+    def end(self) -> int:
+        return self.update + self.updates
+
+
+def profile(graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any], accumulate: int = 1) -> Profile:
+    """All charges of a step that takes `accumulate` batches."""
+    inference = list(graph.inference)
+    highest = int(np.argmax(inference))
+    inference[highest] = max(inference[highest], sizes.inference)  # some tensors live longer than they are used
+    peaks = _suffix_maxima(inference)
+    scratch = _scratch_moments(sizes)
+    again = {part.node: _suffix_maxima(part.inference) for part in graph.again}
+    line = _Timeline([*peaks, len(graph.inference)], len(graph.nodes), len(scratch), again)
+    moments = (*(inference[k] for k in peaks), *[0] * (line.end - len(peaks)))
+    builder = _Builder(graph, times, sizes, line, accumulate)
+
+    # What is kept stands first, since a charge may only point to later ones. Nodes are pointed to by their number
+    # until it is known where their charges begin.
+    first = [*builder.kept(), *builder.again(), *(charge for name in graph.params for charge in builder.param(name, scratch))]
+    nodes = [[*builder.node(i), builder.forward(i)] for i in range(len(graph.nodes))]
+    at = np.cumsum([len(first), *(len(several) for several in nodes)]).tolist()
+    charges = [*first, *(charge for several in nodes for charge in several)]
+    charges = [_pointing(c, tuple(sorted({at[i] for i in c.via}))) if c.via else c for c in charges]
+    base = Cost(times.forward * accumulate + times.fixed, 0, graph.forward_macs * accumulate)
+    return Profile(tuple(charges), base, graph.head, dict(origin), None, graph.uncounted, moments, shapes=dict(graph.shapes))
+
+
+@dataclass(frozen=True)
+class _Builder:
+    graph: Graph
+    times: Times
+    sizes: Sizes
+    line: _Timeline
+    accumulate: int
+
+    def kept(self) -> list[Charge]:
+        """For each storage that is kept: what it is kept for, and when it lives on that account; by engine if they differ."""
+        plain, lean = self._kept("plain"), self._kept("lean")
+        both = set(plain) & set(lean)
+        apart = [(charge, "plain") for charge in plain if charge not in both]
+        apart += [(charge, "lean") for charge in lean if charge not in both]
+        alike = [charge for charge in plain if charge in both]
+        return alike + [replace(charge, engine=engine) for charge, engine in apart] + self._unpacked() + self._scales()
+
+    def _kept(self, engine: str) -> list[Charge]:
+        saves = (node.saves if engine == "plain" or node.lean is None else node.lean for node in self.graph.nodes)
+        out = []
+        for storage, (size, params, nodes, last) in self._storages(enumerate(saves), engine).items():
+            live = self.line.forward_since(self.graph.gone.get(storage, 0)), self.line.node(last) + 1
+            out.append(Charge(KEPT, Cost(bytes=size), params, nodes, live))
+        return out
+
+    def again(self) -> list[Charge]:
+        """What checkpoints compute again: what lives during the operations of it that may be its peak, and what is then kept.
+
+        Like the forward pass itself: only operations that something chosen lies at or behind keep anything.
+        """
+        out = []
+        for part in self.graph.again:
+            kept = self._storages(part.saves.items(), "plain")
+            for storage, (size, params, nodes, last) in kept.items():
+                live = self.line.begin(part.node, part.gone.get(storage, 0)), self.line.node(last) + 1
+                out.append(Charge(AGAIN, Cost(bytes=size), params, nodes, live))
+            params = tuple(dict.fromkeys(p for _, several, _, _ in kept.values() for p in several))
+            nodes = tuple({i for _, _, several, _ in kept.values() for i in several})
+            for k in self.line.again[part.node]:
+                at = self.line.begin(part.node, k)
+                out.append(Charge(AGAIN, Cost(bytes=part.inference[k]), params, nodes, (at, at + 1)))
+        return out
+
+    def _storages(
+        self, saves: Iterable[tuple[int, Saves]], engine: str
+    ) -> dict[int, tuple[int, tuple[str, ...], tuple[int, ...], int]]:
+        """For each storage: its bytes, the parameters and the nodes that it is kept for, and the last node that holds it."""
+        found: dict[int, tuple[int, list[str], list[int], int]] = {}
+        for i, several in saves:
+            node = self.graph.nodes[i]
+            for storage, size, favoured in several:
+                size, params, nodes, _ = found.get(storage, (size, [], [], i))
+                waiting = i if favoured is None else node.inputs[favoured]
+                if self._is_statistics(node, size) or (engine == "lean" and self._moves_when_chosen(node)):
+                    params.extend(node.params)
+                elif isinstance(waiting, str):
+                    params.append(waiting)
+                elif waiting is not None:
+                    nodes.append(waiting)
+                found[storage] = size, params, nodes, i
+        return {
+            storage: (size, tuple(dict.fromkeys(params)), tuple(nodes), last)
+            for storage, (size, params, nodes, last) in found.items()
+            if params or nodes
+        }
+
+    def _unpacked(self) -> list[Charge]:
+        """Where the lean engine keeps a mask or small indices, backward sees whole ones in their place for a moment."""
+        out = []
+        for i, node in enumerate(self.graph.nodes):
+            size = node.made if node.op in MASKS else 8 * node.outputs if node.op.startswith("MaxPool") else 0
+            if size and node.lean is not None:
+                now = self.line.node(i), self.line.node(i) + 1
+                name = f"unpacked {node.op} {node.module}".strip()
+                out.append(Charge(name, Cost(bytes=size), node.params, node.data, now, "lean"))
+        return out
+
+    def _scales(self) -> list[Charge]:
+        """The lean engine remembers one number per channel of a norm at rest that gradients go through."""
+        out = []
+        for node in self.graph.nodes:
+            if node.is_batch_norm and node.data:
+                size = max((self.graph.params[name] for name in node.params), default=0)
+                out.append(Charge(f"scale {node.op} {node.module}".strip(), Cost(bytes=size), (), node.data, None, "lean"))
+        return out
+
+    def _moves_when_chosen(self, node: Node) -> bool:
+        """Whether a batch norm runs on the batch's own statistics, and keeps its input, just when it is chosen."""
+        return self.sizes.norms_move and node.is_batch_norm
+
+    def _is_statistics(self, node: Node, size: int) -> bool:
+        """Whether a batch norm keeps this only while it runs on the batch's own statistics: one number per channel."""
+        own = max((self.graph.params[name] for name in node.params), default=0)
+        return self.sizes.norms_move and node.is_batch_norm and size <= own
+
+    def param(self, name: str, scratch: Sequence[Sequence[str]]) -> list[Charge]:
+        """A parameter's own charges: its optimizer state, its gradient, the optimizer's scratch memory."""
+        if name in self.graph.unused:
+            return [Charge(f"optimizer: {name}", Cost(), (name,))]
+        size = self.graph.params[name]
+        seconds = self.times.per_tensor + self.times.per_byte * size
+        out = [Charge(f"optimizer: {name}", Cost(seconds, self.sizes.state.get(name, 0)), (name,))]
+        first = self._first[name]
+        # Between the batches of one step gradients stay.
+        live = (self.line.node(first), self.line.end) if self.accumulate == 1 else None
+        out.append(Charge(f"gradient: {name}", Cost(bytes=size), (name,), (), live))
+        for k, names in enumerate(scratch):
+            if name in names:
+                at = self.line.update + k
+                out.append(Charge(f"scratch: {name}", Cost(bytes=self.sizes.scratch[name]), (name,), (), (at, at + 1)))
+        return out
+
+    @cached_property
+    def _first(self) -> dict[str, int]:
+        """The first node that each parameter stands at."""
+        return {name: i for i, node in reversed([*enumerate(self.graph.nodes)]) for name in node.params}
+
+    @cached_property
+    def _waits_since(self) -> list[int]:
+        """For each node the one from which on the gradient that flows into it waits for it, because a branch runs first.
+
+        A sum hands the same gradient to all its branches: it waits only when the branch before is through with it.
+        """
+        since = list(range(len(self.graph.nodes)))
+        for i, node in enumerate(self.graph.nodes):
+            behind = sorted(node.data)
+            for k, branch in enumerate(behind):
+                after = behind[k - 1] if k and node.op in ("Add", "Sub") else i
+                since[branch] = min(since[branch], after + 1)
+        return since
+
+    @cached_property
+    def _waiting(self) -> list[int]:
+        """Bytes of gradients that wait for other nodes while each node runs, if everything trains."""
+        change = np.zeros(len(self.graph.nodes) + 1, np.int64)
+        for i, since in enumerate(self._waits_since):
+            change[since] += self.graph.nodes[i].made
+            change[i] -= self.graph.nodes[i].made
+        return [int(held) for held in np.cumsum(change)[:-1]]
+
+    @cached_property
+    def _computed_again(self) -> list[int]:
+        """Bytes of what checkpoints computed again that live while each node runs, if everything trains."""
+        change = np.zeros(len(self.graph.nodes) + 1, np.int64)
+        for part in self.graph.again:
+            for size, _, _, last in self._storages(part.saves.items(), "plain").values():
+                change[part.node] += size
+                change[last + 1] -= size
+        return [int(held) for held in np.cumsum(change)[:-1]]
+
+    def _own(self, i: int, measured: int) -> int:
+        """What lives while a node runs, without what lives for others: the gradients that flow in and out at the least."""
+        node = self.graph.nodes[i]
+        least = node.made + sum(self.graph.nodes[k].made for k in node.data)
+        return max(measured - self._waiting[i] - self._computed_again[i], min(measured, least))
+
+    @cached_property
+    def _forward_shares(self) -> Array:
+        """Of the forward pass, how much each node's operation takes: as much as its input gradients do of theirs."""
+        work = np.where(self.times.inputs > 0, self.times.inputs, self.times.everything)
+        return work / work.sum() if work.sum() > 0 else work
+
+    def forward(self, i: int) -> Charge:
+        """A node's part of the forward pass, due with the node where all that lies before it comes from a cache."""
+        node = self.graph.nodes[i]
+        cost = Cost(self.times.forward * float(self._forward_shares[i]) * self.accumulate, 0, node.macs * self.accumulate)
+        return Charge(f"forward {node.op} {node.module}".strip(), cost, node.params, node.data, None, CACHED)
+
+    def node(self, i: int) -> list[Charge]:
+        """A node's charges: to run at all; its input gradients; each parameter's gradient; what its parameters share."""
+        node, times, n = self.graph.nodes[i], self.times, self.accumulate
+        name = f"{node.op} {node.module}".strip()
+        now = self.line.node(i), self.line.node(i) + 1
+        upstream = node.data
+        everything, inputs = float(times.everything[i]), float(times.inputs[i])
+        whole = self._own(i, max(self.sizes.everything[i], self.sizes.inputs[i]))
+        if node.carrier:
+            return [Charge(name, Cost((everything + times.unseen) * n, whole), node.params, (), now)]
+        if node.whole:
+            macs = node.macs * len(node.params + node.data)
+            return [Charge(name, Cost((everything + times.unseen) * n, whole, macs * n), node.params, upstream, now)]
+        flow = self._own(i, self.sizes.inputs[i]) if node.data else 0
+        taken_in = min(node.made, flow or whole)  # the gradient that flows into it
+        run = times.unseen
+        if node.recomputes:  # whatever is asked of it
+            run, everything, inputs = run + inputs, everything - inputs, 0.0
+        out = [Charge(name, Cost(run * n, taken_in), node.params, upstream, (self.line.begin(self._waits_since[i]), now[1]))]
+        if node.data and node.op in PRODUCTS:
+            for behind in node.data:
+                cost = Cost(inputs / len(node.data) * n, 0, _gradient_macs(node, behind) * n)
+                out.append(Charge(f"dX {name}", cost, (), (behind,)))
+        elif node.data:
+            macs = int(node.macs * _ATTENTION) or _gradient_macs(node, node.data[0])
+            out.append(Charge(f"dX {name}", Cost(inputs * n, 0, macs * n), (), upstream))
+        if flow > taken_in:
+            out.append(Charge(f"dX {name}", Cost(bytes=flow - taken_in), (), upstream, now))
+        if node.params:
+            alone, shared = split(max(everything - inputs, 0.0), [times.alone.get((i, p)) for p in node.params])
+            for param, seconds in zip(node.params, alone, strict=True):
+                out.append(Charge(f"dW {param}", Cost(seconds * n, 0, _gradient_macs(node, param) * n), (param,)))
+            more = whole - max(flow, taken_in)
+            out.append(Charge(f"dW shared {name}", Cost((shared + times.norms.get(i, 0.0)) * n, more), node.params, (), now))
+        return out
+
+
+def _pointing(charge: Charge, via: tuple[int, ...]) -> Charge:
+    """`replace(charge, via=via)`, of which there are thousands, in a fifth of the time."""
+    return Charge(charge.name, charge.cost, charge.params, via, charge.live, charge.engine)
+
+
+def _suffix_maxima(inference: Sequence[int]) -> list[int]:
+    """Operations of the forward pass that may be its peak. What is kept only grows, so one that is later and higher tops it."""
+    out: list[int] = []
+    for k in range(len(inference) - 1, -1, -1):
+        if not out or inference[k] > inference[out[-1]]:
+            out.append(k)
+    return out[::-1]
+
+
+def _scratch_moments(sizes: Sizes) -> list[list[str]]:
+    """Whose scratch memory lives at the same time, for each moment of the optimizer; tiny ones are left out."""
+    named = {name: size for name, size in sizes.scratch.items() if size}
+    if sizes.together or not named:
+        return [list(named)]
+    largest = max(named.values())
+    return [[name] for name, size in named.items() if size > largest / 100]
+
+
+def _gradient_macs(node: Node, waiting: str | int) -> int:
+    """MACs of the gradient that one parameter or node behind waits for."""
+    if node.macs and node.inputs.index(waiting) != BIAS.get(node.op):
+        return node.macs
+    return node.outputs if isinstance(waiting, str) or node.is_norm else 0
+
+
+def split(joint: float, alone: Sequence[float | None]) -> tuple[list[float], float]:
+    """What each parameter of a node costs beside what they share, so that one alone and all together are as measured."""
+    if len(alone) == 1:
+        return [joint], 0.0
+    known = [a for a in alone if a is not None]
+    rest = max(joint - sum(known), 0.0) / max(len(alone) - len(known), 1)
+    each = [min(a if a is not None else rest, joint) for a in alone]
+    total = sum(each)
+    if total <= joint:
+        return [joint * (a / total) if total else joint / len(each) for a in each], 0.0
+    shared = min((total - joint) / (len(each) - 1), *each)
+    each = [a - shared for a in each]
+    left = sum(each)
+    return [(joint - shared) * (a / left) if left else 0.0 for a in each], shared

@@ -1,0 +1,246 @@
+"""Graph on this device → `Profile`: `timed` (seconds, beside bytes and MACs) and `counted` (bytes and MACs from shapes)."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from pliant.cost import from_graph as charges
+from pliant.cost.from_graph import Sizes, Times
+from pliant.cost.node_timing import Passes
+from pliant.cost.peaks import Peaks, roof_seconds
+from pliant.cost.profile import Profile
+from pliant.cost.step_timing import Trial, optimizer_sizes, state_sizes
+from pliant.graph.backward import Graph, compute_loss, read, trainable
+from pliant.runtime import batches
+from pliant.runtime.batches import Around, Loss
+from pliant.runtime.batchnorm import NormRule, Norms
+from pliant.runtime.clock import device_name, undisturbed
+from pliant.runtime.memory import Live, StandIns, storage
+from pliant.runtime.optimizer_step import Update
+from pliant.runtime.sandbox import sandbox
+
+
+def counted(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    *,
+    update: Update | None = None,
+    norm: NormRule = "auto",
+) -> Profile:
+    """MACs and bytes of a step from the shapes of one real batch. Knows no seconds.
+
+    A product of matrices and a convolution cost as many MACs backward to the input, and again to the weight, as forward;
+    grouped and depthwise ones too. A bias, a norm's scale or an embedding costs one per element of the output; activations
+    are free.
+    """
+    return _from_shapes(model, optimizer, loss, batch, lambda graph, _: Times.none(graph), {}, update, norm)
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
+    """`counted`, with the MACs of the backward pass alone: `macs=0.15` is then a share of what a full backward pass takes, as
+    the literature on tiny devices counts it."""
+    profile = counted(model, optimizer, loss, batch, **how)
+    charges = (replace(c, cost=replace(c.cost, macs=0)) if c.kind == "forward" else c for c in profile.charges)
+    return replace(profile, base=replace(profile.base, macs=0), charges=tuple(charges))
+
+
+def timed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    *,
+    update: Update | None = None,
+    norm: NormRule = "auto",
+    repeats: int = 2,
+    around: Around = nullcontext,
+) -> Profile:
+    """Seconds of a step on this device, read with hooks on the nodes of the backward graph. Leaves no trace.
+
+    Each node is timed with everything asked for and with input gradients alone; the difference is what its parameters cost.
+    Where a node has several parameters (weight and bias, γ and β), further passes ask for one at a time. Norms that are not
+    chosen run on their running statistics (`norm`, as in `Session`), which is timed too. Then a few whole steps are taken, from
+    the head alone to everything, and the parts are scaled so that they add up to them (`Profile.checks`). Bytes come from a
+    pass in which every piece of memory is followed.
+
+    On the CPU the clock is this thread's CPU time if torch uses one thread, else the wall; on CUDA it is events, and what the
+    GPU takes where it never waits for the next launch is told too: a captured step costs that (`Profile.on`). `update` says
+    how gradients become a step (clipping, scaling, accumulation). Forward passes run inside of `around()`, also those of the
+    full step that shares of a budget are shares of: kernels of ours make everything shorter, and a share chooses the same.
+    Costs about twelve full steps.
+    """
+    if repeats < 1:
+        raise ValueError(f"timed(repeats={repeats}): at least one.")
+    update = update or Update()
+    params = trainable(model)
+    norm = _settled(model, loss, batch, norm)
+    where = _taken(origin(model, batch, update, norm))
+    with sandbox(model), undisturbed():
+        norms = Norms(model, norm)
+        norms.hold_(params, params)
+        graph = read(model, loss, batch)
+        passes = Passes(model, loss, batch, graph, params, norms, around)
+        (times, alone), sizes = passes.times(repeats), passes.sizes()
+        sizes = replace(sizes, **optimizer_sizes(optimizer, params))
+        trial = Trial(model, optimizer, loss, batch, params, norms, update.apart(), around)
+        stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
+        profile = trial.calibrated(
+            graph, times.with_update(*stepping), sizes, where, repeats, steady=not passes.is_bound_by_launches
+        )
+        if alone is not None:
+            captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
+            profile = replace(profile, other_seconds=captured.seconds)
+        if norm == "frozen":  # a plain full step lets norms move
+            norms.release_()
+            profile = replace(profile, plain=trial.plain(profile, repeats))
+    return profile
+
+
+def inside(cost: Callable[..., Profile], around: Around) -> Callable[..., Profile]:
+    """The same measurement with forward passes inside of `around()`, where it takes that and nobody has given it another."""
+    try:
+        takes = "around" in inspect.signature(cost, follow_wrapped=False).parameters
+    except (TypeError, ValueError):  # it does not say
+        takes = False
+    return partial(cost, around=around) if takes and "around" not in getattr(cost, "keywords", {}) else cost
+
+
+def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
+    """The same measurement where memory is short: of what is large, shapes alone are kept for backward (`memory.StandIns`). A
+    model whose backward pass cannot go without real values is measured with them."""
+
+    def measured(model: nn.Module, *how: Any, **more: Any) -> Profile:
+        try:
+            with torch.autograd.set_detect_anomaly(False), StandIns(model):
+                return cost(model, *how, **more)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # where values were looked at; if that is not why, it comes again
+            pass
+        return cost(model, *how, **more)  # out here, since a handler keeps alive what has failed
+
+    return measured
+
+
+def modelled(peaks: Peaks, launch: float = 5e-6) -> Callable[..., Profile]:
+    """A `cost` for a device that is not at hand, from its peaks: max(FLOPs / peak, bytes / bandwidth) + launch per gradient.
+
+    The optimizer reads and writes each chosen parameter, its gradient and its state once.
+    """
+
+    def times(graph: Graph, sizes: Sizes) -> Times:
+        found = charges.modelled(graph, lambda macs, moved: roof_seconds(macs, moved, peaks, launch))
+        held = sum(sizes.state.values()) / max(sum(graph.params.values()), 1)
+        return replace(found, per_tensor=launch, per_byte=(3 + 2 * held) / peaks.bandwidth)
+
+    there = {"device": f"modelled: {peaks.device}", "threads": peaks.threads}
+
+    def cost(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
+        return _from_shapes(model, optimizer, loss, batch, times, there, **how)
+
+    return cost
+
+
+def _from_shapes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    times: Callable[[Graph, Sizes], Times],
+    there: Mapping[str, Any],
+    update: Update | None = None,
+    norm: NormRule = "auto",
+) -> Profile:
+    """A profile without a measurement: the graph of one real batch, priced. `there` is what differs from here."""
+    update = update or Update()
+    params = trainable(model)
+    norm = _settled(model, loss, batch, norm)
+    with sandbox(model):
+        Norms(model, norm).hold_(params, params)
+        graph = read(model, loss, batch)
+    sizes = Sizes.counted(graph, state_sizes(optimizer, params), norms_move=norm == "chosen")
+    where = _taken({**origin(model, batch, update, norm), **there})
+    return charges.profile(graph, times(graph, sizes), sizes, where, update.accumulate)
+
+
+def origin(model: nn.Module, batch: Any, update: Update | None = None, norm: NormRule = "chosen") -> dict[str, Any]:
+    """The conditions that a profile holds for: device, threads, batch, dtype, versions, the shape of the model, the step."""
+    update = update or Update()
+    params = dict(model.named_parameters())
+    first = next(iter(params.values()), None)
+    device = first.device if first is not None else torch.device("cpu")
+    signature = ";".join(f"{n}{tuple(p.shape)}{int(p.requires_grad)}" for n, p in params.items())
+    return {
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "batch": ", ".join("×".join(map(str, shape)) for shape in batches.shapes(batch)),
+        "dtype": str(first.dtype).removeprefix("torch.") if first is not None else "none",
+        "torch": torch.__version__.split("+")[0],
+        "model": hashlib.sha256(signature.encode()).hexdigest()[:12],
+        "norms": norm,
+        "accumulate": update.accumulate,
+    }
+
+
+def _settled(model: nn.Module, loss: Loss, batch: Any, norm: NormRule) -> NormRule:
+    """What "auto" comes down to for this batch; any other rule as it is."""
+    norms = Norms(model, norm)
+    norms.settle_(lambda: loss(model, batch))
+    return norms.priced
+
+
+def _taken(where: Mapping[str, Any]) -> dict[str, Any]:
+    return {**where, "taken": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
+def kept_bytes(model: nn.Module, loss: Loss, batch: Any, *, around: Around = nullcontext) -> int:
+    """Bytes that one real forward pass leaves behind for backward as the model is now, beside the loss. Leaves no trace.
+
+    Every piece of memory counts once; parameters, buffers and the batch itself do not count. The pass runs inside of
+    `around()`: `engine.ENGINES["lean"]` for one of the lean engine.
+    """
+    with sandbox(model):
+        with Live(torch.device("cpu")) as live, around():
+            value = compute_loss(model, loss, batch)
+        return live.bytes - storage(value)[1]
+
+
+def inference_bytes(model: nn.Module, loss: Loss, batch: Any) -> int:
+    """Peak live bytes of the forward pass without gradients, as the model is now. Leaves no trace."""
+    live = Live(next(model.parameters()).device)
+    with sandbox(model), live, torch.no_grad():
+        live.forget()
+        loss(model, batch)
+        return live.peak
+
+
+def peak_bytes(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    *,
+    update: Update | None = None,
+    around: Around = nullcontext,
+) -> tuple[int, int]:
+    """Peak live bytes of a step as the model is now, and of the forward pass alone without gradients. Leaves no trace.
+
+    Parameters, buffers and the batch itself do not count; optimizer state does. The difference of the two is what `memory=`
+    limits. On the CPU every tensor is followed, on CUDA the allocator tells.
+    """
+    update = (update or Update()).apart()
+    params = trainable(model)
+    with sandbox(model):
+        return Trial(model, optimizer, loss, batch, params, Norms(model, "as-is"), update, around).peak()

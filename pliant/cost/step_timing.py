@@ -1,0 +1,309 @@
+"""Whole steps, taken on copies: what the optimizer needs, and whether the parts of a profile add up."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pliant.core.types import Cost, Part, Unit
+from pliant.cost import from_graph as charges
+from pliant.cost.from_graph import Array, Sizes, Times
+from pliant.cost.profile import Profile
+from pliant.graph.backward import Graph, compute_loss
+from pliant.runtime.batches import Around, Loss
+from pliant.runtime.batchnorm import Norms
+from pliant.runtime.clock import Watch
+from pliant.runtime.memory import Live
+from pliant.runtime.optimizer_step import Update
+from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
+
+_NOISE = 0.01  # relative, of a whole step
+_TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
+_UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that may be
+
+
+@dataclass
+class Trial:
+    """Takes steps like the user's, on a scratch optimizer over copies. Runs inside `apply.sandbox`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+    batch: Any
+    params: Mapping[str, nn.Parameter]
+    norms: Norms
+    update: Update
+    around: Around = nullcontext
+    watch: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(next(iter(self.params.values())).device)
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.mine = {name: param for name, param in self.params.items() if id(param) in held}
+        self._like: torch.optim.Optimizer | None = None
+        copies: list[nn.Parameter] = []
+        if self.mine:
+            self._like, copies = scratch(self.optimizer, list(self.mine.values()))
+            hide_step_(self._like)
+        self._copies = dict(zip(self.mine, copies, strict=True))
+
+    def step(self, chosen: Collection[str]) -> float:
+        """Seconds of one whole step that trains these parameters."""
+        for name, param in self.params.items():
+            param.requires_grad_(name in chosen)
+            param.grad = None
+        self.norms.hold_(self.params, chosen)
+        for copy in self._copies.values():
+            copy.grad = None
+        seconds, _ = self.watch.time(self._step)
+        return seconds
+
+    def _step(self) -> None:
+        with self.around():
+            value = compute_loss(self.model, self.loss, self.batch)
+        self.update.backward(value, [param for param in self.params.values() if param.requires_grad])
+        for name, copy in self._copies.items():
+            copy.grad, self.mine[name].grad = self.mine[name].grad, None
+        if self._like is not None:
+            self.update.step(self._like)
+
+    def peak(self) -> tuple[int, int]:
+        """Peak live bytes of a step that trains what is trainable now, and of the forward pass alone."""
+        chosen = [name for name, param in self.params.items() if param.requires_grad]
+        live = Live(next(iter(self.params.values())).device)
+        with live:
+            live.forget()
+            with torch.no_grad():
+                self.loss(self.model, self.batch)
+            alone = live.peak
+            self.step(chosen)  # makes the optimizer's state
+            live.forget()
+            self.step(chosen)
+            return live.peak, alone
+
+    # ------------------------------------------------------------ the optimizer
+
+    def update_seconds(self, repeats: int, alone: bool) -> tuple[list[float], list[float]]:
+        """Seconds of clipping and stepping: fixed, per tensor and per byte, from steps over three sets of parameters; and those
+        of a GPU that finds them issued, where they are asked for (`alone`).
+
+        The first step of each, which makes the optimizer's state, does not count.
+        """
+        by_size = sorted(self.mine, key=lambda name: self.mine[name].numel())
+        if self._like is None:
+            return [0.0] * 3, [0.0] * 3
+        rows, seconds, queued = [], [], []
+        for names in (by_size, by_size[: (len(by_size) + 1) // 2], by_size[:1]):
+            tries = [self._update_once(names) for _ in range(repeats + 1)]
+            rows.append([1.0, len(names), sum(self.mine[n].numel() * self.mine[n].element_size() for n in names)])
+            seconds.append(self.watch.typical(tries[1:]))
+            held_back = alone and self.watch.cuda
+            queued.append(self._update_once(names, lead=2 * max(tries[1:])) if held_back else seconds[-1])
+        first, second = (_least_squares(np.array(rows), np.array(values)).tolist() for values in (seconds, queued))
+        return first, second
+
+    def _update_once(self, names: Collection[str], lead: float = 0.0) -> float:
+        for name, copy in self._copies.items():
+            copy.grad = torch.zeros_like(copy) if name in names else None
+        if self._like is None:
+            return 0.0
+        if self.update.scaler is not None:  # a scaler steps only after a loss went through it
+            self.update.scaler.scale(torch.zeros((), device=next(iter(self.mine.values())).device))
+        return self.watch.time(partial(self.update.step, self._like), lead)[0]
+
+    # ------------------------------------------------------------ whole steps
+
+    def calibrated(
+        self, graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any], repeats: int, steady: bool = True
+    ) -> Profile:
+        """The profile whose parts are scaled so that they add up to whole steps, from the head alone to everything.
+
+        A GPU's clock is `steady` unless it waits for the CPU.
+        """
+        draft = charges.profile(graph, times, sizes, origin)
+        rungs = _rungs(graph, draft)
+        taken: list[list[float]] = [[] for _ in rungs]
+        for _ in range(1 if self.watch.cuda else repeats):  # a GPU: one look at each will do
+            for tries, rung in zip(taken, rungs, strict=True):
+                tries.append(self.step(rung))
+        if not steady:  # what shares are shares of is looked at twice
+            taken[-1].append(self.step(rungs[-1]))
+        for tries, rung in zip(taken, rungs, strict=True):
+            if max(tries) > 1.2 * min(tries):  # one of them was much disturbed
+                tries.append(self.step(rung))
+        measured = np.array([self.watch.typical(tries) if steady else min(tries) for tries in taken])
+        parts = np.array([_parts(graph, draft, times, rung) for rung in rungs])
+        scales = _scales(parts, measured, _TRUST["cuda" if self.watch.cuda else "cpu"])
+        better = _rescaled(graph, times, scales)
+        backward = parts[-1] @ scales - (parts[-1] * scales)[[0, 3]].sum()
+        return replace(
+            charges.profile(graph, better, sizes, origin, self.update.accumulate),
+            coverage=1 - float(parts[-1][5] * scales[5] / backward) if backward > 0 else None,
+            checks=tuple((float(p @ scales), min(tries), max(tries)) for p, tries in zip(parts, taken, strict=True)),
+        )
+
+    def plain(self, profile: Profile, repeats: int) -> Cost:
+        """What a step of plain training costs, with every mode as it is found."""
+        whole = profile.cost([_unit(profile.params)])
+        self.norms = Norms(self.model, "as-is")
+        tries = [self.step(profile.params) for _ in range(repeats)]
+        return replace(whole, seconds=self.watch.typical(tries))
+
+
+def _unit(names: Collection[str]) -> Unit:
+    return Unit("*", tuple(Part(name) for name in names))
+
+
+def _rungs(graph: Graph, draft: Profile) -> list[set[str]]:
+    """What the whole steps train: the head; the deepest weight beside it; what lies nearest the loss, to half of the cost;
+    everything."""
+    order = graph.order()
+    near = sorted(order, key=lambda name: order[name])
+    head, everything = set(draft.head), set(near)
+    low, high = draft.cost([_unit(head)]).seconds, draft.cost([_unit(everything)]).seconds
+    middle = bisect.bisect_left(
+        range(len(near)), (low + high) / 2, key=lambda n: draft.cost([_unit(head | set(near[: n + 1]))]).seconds
+    )
+    half = head | set(near[: middle + 1])
+    deepest = next((name for name in reversed(near) if not graph.nodes[order[name]].is_norm), near[-1])
+    rungs: list[set[str]] = []
+    for rung in (head, head | {deepest}, half, everything):
+        if rung and rung not in rungs:
+            rungs.append(rung)
+    return rungs
+
+
+def _parts(graph: Graph, profile: Profile, times: Times, rung: Collection[str]) -> list[float]:
+    """Seconds of a step by part: forward, input gradients, parameters' gradients, optimizer, norms; and the nodes that run."""
+    norms = {name for node in graph.nodes if node.is_norm for name in node.params}
+    parts = [times.forward, 0.0, 0.0, times.fixed, 0.0, 0.0]
+    for charge in profile.due([_unit(rung)]):
+        kind = {"dW": 4 if norms.issuperset(charge.params) else 2, "optimizer": 3}.get(charge.kind, 1)
+        parts[kind] += charge.cost.seconds
+        parts[5] += charge.kind == "node"
+    return parts
+
+
+def _scales(parts: Array, measured: Array, trust: float) -> Array:
+    """Factors for the parts, and seconds per node, that explain whole steps best and stay near what was measured apart.
+
+    Least squares: a whole step is known up to `_NOISE`, a part up to `trust`.
+    """
+    start = np.array([1.0, 1.0, 1.0, 1.0, 1.0, _UNSEEN[0]])
+    width = np.array([trust, trust, trust, trust, trust, _UNSEEN[1]])
+    rows = parts / (np.maximum(measured, 1e-12)[:, None] * _NOISE)  # a coarse clock may not see a small step
+    return _least_squares(
+        np.concatenate([rows, np.diag(1 / width)]), np.concatenate([np.full(len(measured), 1 / _NOISE), start / width])
+    )
+
+
+def _least_squares(rows: Array, values: Array) -> Array:
+    """x ≥ 0 that makes rows · x most like the values: with so few unknowns, the best over all sets of those that are not 0.
+
+    (`scipy.optimize.nnls` does the same; importing it takes longer than several steps of training.)
+    """
+    size = np.linalg.norm(rows, axis=0)
+    size[size == 0] = 1.0
+    best, least = np.zeros(rows.shape[1]), float(values @ values)
+    for free in itertools.product((False, True), repeat=rows.shape[1]):
+        found = np.zeros(rows.shape[1])
+        found[list(free)] = np.linalg.lstsq((rows / size)[:, list(free)], values, rcond=None)[0]
+        miss = values - rows / size @ found
+        if (found >= 0).all() and miss @ miss < least:
+            best, least = found, float(miss @ miss)
+    return best / size
+
+
+def _rescaled(graph: Graph, times: Times, scales: Array) -> Times:
+    forward, inputs, params, update, norms, unseen = (float(scale) for scale in scales)
+    by_node = np.array([norms if node.is_norm else params for node in graph.nodes])
+    return Times(
+        times.inputs * inputs + (times.everything - times.inputs) * by_node,
+        times.inputs * inputs,
+        {(i, name): float(seconds * by_node[i]) for (i, name), seconds in times.alone.items()},  # plain types: these are saved
+        {i: seconds * norms for i, seconds in times.norms.items()},
+        times.forward * forward,
+        unseen,
+        times.fixed * update,
+        times.per_tensor * update,
+        times.per_byte * update,
+    )
+
+
+def optimizer_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Bytes of optimizer state per parameter, read off the state that a fresh step makes, and of scratch memory beside it.
+
+    One parameter of each kind (shape, dtype, group) is tried.
+    """
+    group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    mine = {name: param for name, param in params.items() if id(param) in group_of}
+    kinds: dict[Any, tuple[int, int]] = {}
+    state, scratch_bytes = {}, {}
+    for name, param in mine.items():
+        kind = param.shape, param.dtype, group_of[id(param)]
+        if kind not in kinds:
+            like, copies = _with_state(optimizer, [param])
+            tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))
+            kinds[kind] = sum(t.numel() * t.element_size() for t in tensors), _step_peak(like)
+        state[name], scratch_bytes[name] = kinds[kind]
+    together = _takes_all_at_once(optimizer, mine, scratch_bytes)
+    return {"state": state, "scratch": scratch_bytes, "together": together}
+
+
+def state_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Bytes of optimizer state per parameter, from a step on tensors that have a shape and no memory.
+
+    Where an optimizer cannot take such a step, it takes a real one.
+    """
+    group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    kinds: dict[Any, int] = {}
+    out = {}
+    for name, param in params.items():
+        if id(param) in group_of:
+            kind = param.shape, param.dtype, group_of[id(param)]
+            if kind not in kinds:
+                try:
+                    like, copies = _with_state(optimizer, [param], [torch.empty_like(param, device="meta")])
+                except (RuntimeError, ValueError):  # fused, or written for one kind of device
+                    like, copies = _with_state(optimizer, [param])
+                tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))
+                kinds[kind] = sum(t.numel() * t.element_size() for t in tensors)
+            out[name] = kinds[kind]
+    return out
+
+
+def _with_state(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor] | None = None
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """A scratch optimizer that has taken a step."""
+    like, copies = scratch(optimizer, params, values=values)
+    for copy in copies:
+        copy.grad = torch.zeros_like(copy)
+    scratch_step(like)
+    return like, copies
+
+
+def _step_peak(like: torch.optim.Optimizer) -> int:
+    meter = Live(like.param_groups[0]["params"][0].device)
+    meter.forget()
+    with meter:
+        scratch_step(like)
+    return meter.peak
+
+
+def _takes_all_at_once(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], alone: Mapping[str, int]) -> bool:
+    """Whether a step over several parameters takes up the scratch memory of all of them together (as `foreach` does)."""
+    few = sorted(params, key=lambda name: -alone[name])[:4]
+    if len(few) < 2 or not alone[few[0]]:
+        return False
+    like, _ = _with_state(optimizer, [params[name] for name in few])
+    return _step_peak(like) > (alone[few[0]] + sum(alone[name] for name in few)) / 2

@@ -1,0 +1,274 @@
+"""Reads one backward graph off autograd: nodes in execution order, edges, the parameters at each node, the module it is from.
+
+No tracing of Python, no module zoo: whatever ran is what is read, so functional code, residuals, shared modules and tied
+weights need no care of their own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from pliant.graph.forward_trace import CARRIERS, NothingKept, Recorder, Saves, op_name
+from pliant.runtime import batches
+from pliant.runtime.batches import Loss
+
+BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
+_CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of the backward pass.
+
+    `inputs` says, for each input of the forward operation, what waits for its gradient: a parameter (by name, also through
+    transposes, casts and views), a node further from the loss (by index), or nothing. A `carrier` only hands a parameter's
+    gradient on. A function written in Python computes all its gradients whatever is asked for: `whole`. `macs`, `outputs`
+    (elements), `made` (their bytes) and `moved` (bytes read and written) are its forward's. The first node of a
+    checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage, bytes, input
+    for whose gradient it is kept, or None) for backward; `lean` the same where the lean engine runs, if that differs.
+    """
+
+    op: str
+    module: str
+    inputs: tuple[str | int | None, ...] = ()
+    carrier: bool = False
+    whole: bool = False
+    macs: int = 0
+    outputs: int = 0
+    made: int = 0
+    moved: int = 0
+    recomputes: bool = False
+    saves: Saves = ()
+    lean: Saves | None = None
+
+    @property
+    def is_norm(self) -> bool:
+        return "Norm" in self.op
+
+    @property
+    def is_batch_norm(self) -> bool:
+        return "BatchNorm" in self.op
+
+    @cached_property
+    def params(self) -> tuple[str, ...]:
+        """The parameters that it computes a gradient for."""
+        return tuple(dict.fromkeys(i for i in self.inputs if isinstance(i, str)))
+
+    @cached_property
+    def data(self) -> tuple[int, ...]:
+        """The nodes further from the loss that wait for its input gradient."""
+        return tuple(dict.fromkeys(i for i in self.inputs if isinstance(i, int)))
+
+
+@dataclass(frozen=True)
+class Again:
+    """A checkpoint's part of the forward pass, which backward computes again before the first of its nodes runs.
+
+    `saves` maps its nodes (by index) to what they then keep until they have run; what is there anyway has 0 bytes, but PyTorch
+    computes everything up to there. `inference` and `gone` are as in `Graph`, of what this part makes itself.
+    """
+
+    saves: Mapping[int, Saves]
+    inference: tuple[int, ...]
+    gone: Mapping[int, int]
+
+    @property
+    def node(self) -> int:
+        """The first of its nodes that runs backward."""
+        return min(self.saves)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A backward graph as plain data, nearest the loss first.
+
+    `forward_macs` counts what made no node too. `params` maps every trainable parameter to its number of bytes, `unused`
+    names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters of the
+    module nearest the loss. `inference` are the bytes that live during each operation of the forward pass if nothing is kept
+    for backward; `gone` maps each storage that is kept to the operation before which it would then be freed. `shapes` maps
+    every trainable parameter to its shape. `again` is what checkpoints compute twice.
+    """
+
+    nodes: tuple[Node, ...]
+    params: dict[str, int]
+    unused: tuple[str, ...]
+    modules: dict[str, str]
+    head: tuple[str, ...]
+    uncounted: tuple[str, ...] = ()
+    forward_macs: int = 0
+    inference: tuple[int, ...] = (0,)
+    gone: Mapping[int, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    again: tuple[Again, ...] = ()
+
+    def order(self) -> dict[str, int]:
+        """For each used parameter, the node furthest from the loss that needs it."""
+        deepest: dict[str, int] = {}
+        for i, node in enumerate(self.nodes):
+            if not node.carrier:
+                for param in node.params:
+                    deepest[param] = i
+        return deepest
+
+
+def owner(param: str) -> str:
+    """The module that a parameter is registered in."""
+    return param.rpartition(".")[0]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that the user left trainable: the only ones that can be chosen. There must be one."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not params:
+        raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
+    return params
+
+
+def compute_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
+    """The user's loss, checked: a scalar tensor that gradients can flow from."""
+    batches.check_not_empty(batch)
+    value = loss(model, batch)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"loss(model, batch) must return a scalar tensor; it returned {given}.")
+    if value.grad_fn is None:
+        raise ValueError(
+            "no gradient can flow from the loss: it depends on no trainable parameter. Check that the model has parameters "
+            "with requires_grad=True and that loss() runs outside torch.no_grad()."
+        )
+    return value
+
+
+def walk(loss: torch.Tensor) -> list[Any]:
+    """The autograd nodes behind a loss in the order in which the engine runs them, gradient accumulation left out.
+
+    The engine takes, among the nodes that are ready, the one created last; so do we.
+    """
+    root: Any = loss.grad_fn
+    waiting: dict[Any, int] = {}
+    stack, seen = [root], {root}
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is not None:
+                waiting[following] = waiting.get(following, 0) + 1
+                if following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+    ready, out, count = [(0, 0, root)], [], 0
+    while ready:
+        node = heapq.heappop(ready)[2]
+        if hasattr(node, "variable"):
+            continue
+        out.append(node)
+        for following, _ in node.next_functions:
+            if following is not None:
+                waiting[following] -= 1
+                if waiting[following] == 0:
+                    count += 1
+                    heapq.heappush(ready, (-following._sequence_nr(), count, following))
+    return out
+
+
+def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tuple[tuple[str | int | None, ...], bool]]:
+    """For each node what waits for the gradient of each of its inputs (see `Node.inputs`), and whether it is a carrier."""
+    names: dict[Any, str] = {param: name for name, param in params.items()}
+    index = {node: i for i, node in enumerate(live)}
+    carried: dict[Any, str] = {}  # autograd node → the parameter whose gradient it hands on
+
+    def waiting(node: Any) -> str | int | None:
+        return carried.get(node) or names.get(getattr(node, "variable", None)) or index.get(node)
+
+    for node in reversed(live):
+        after = [waiting(following) for following, _ in node.next_functions if following is not None]
+        if op_name(node) in CARRIERS and len(after) == 1 and isinstance(after[0], str):
+            carried[node] = after[0]
+    return [
+        (tuple(None if following is None else waiting(following) for following, _ in node.next_functions), node in carried)
+        for node in live
+    ]
+
+
+def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
+    """Run the loss once on a real batch and read its backward graph. Runs no backward.
+
+    The forward pass has its usual side effects (batch-norm statistics, random state): wrap it in `apply.sandbox`.
+    """
+    params = trainable(model)
+    recorder = Recorder(model, batch)
+    try:
+        with recorder:
+            value = compute_loss(model, loss, batch)
+    except NothingKept:
+        recorder = Recorder(model, batch, keep=True)
+        with recorder:
+            value = compute_loss(model, loss, batch)
+    live = walk(value)
+    if any(op_name(node) == "CheckpointFunction" for node in live):
+        raise ValueError(
+            "a reentrant checkpoint hides its part of the backward graph, which then cannot be chosen. "
+            "Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
+    recorder.settle(live)
+    again = tuple(Again(*part) for part in recorder.again(live))
+    recomputing = {part.node for part in again}
+    nodes = []
+    for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, params), strict=True)):
+        params_here = [name for name in inputs if isinstance(name, str)]
+        work = recorder.work(node)
+        nodes.append(
+            Node(
+                op_name(node),
+                owner(params_here[0]) if params_here else recorder.module(node._sequence_nr()),
+                inputs,
+                carrier,
+                isinstance(node, torch.autograd.function.BackwardCFunction),
+                *work,
+                i in recomputing,
+                recorder.saves(node),
+                recorder.lean(node, work[1]),
+            )
+        )
+    reached = {param for node in nodes for param in node.params}
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    return Graph(
+        tuple(nodes),
+        {name: param.numel() * param.element_size() for name, param in params.items()},
+        tuple(name for name in params if name not in reached),
+        kinds,
+        _head(nodes, params),
+        tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
+        sum(ran.macs for several in recorder.ran.values() for ran in several),
+        *recorder.lives(),
+        shapes={name: tuple(param.shape) for name, param in params.items()},
+        again=again,
+    )
+
+
+def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
+    """Whether a node has a matrix to train and no MACs, and is not known to have none."""
+    cheap = node.carrier or node.macs or node.op in _CHEAP or node.is_norm
+    return not cheap and any(params[name].dim() > 1 for name in node.params)
+
+
+def _head(nodes: Sequence[Node], params: dict[str, nn.Parameter]) -> tuple[str, ...]:
+    """All parameters of the module nearest the loss.
+
+    A number that hangs on the whole model (a learnable temperature, say) is nearer, but is not a head by itself: it counts,
+    and the search goes on to the first module or product of matrices.
+    """
+    head: list[str] = []
+    for node in nodes:
+        if node.params:
+            head += node.params
+            mates = {owner(param) for param in node.params} - {""}
+            if mates or node.macs:
+                head += [name for name in params if owner(name) in mates]
+                break
+    return tuple(dict.fromkeys(head))

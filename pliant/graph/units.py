@@ -1,0 +1,195 @@
+"""Graph → units: what can be chosen. Each factory returns a function of a graph; units come nearest the loss first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from pliant.core.types import Part, Unit, match
+from pliant.graph.backward import Graph, owner
+
+Units = Callable[[Graph], tuple[Unit, ...]]
+Globs = str | Iterable[str]
+
+# Layers that compute the gradient of a slice by itself: what they are called, and what their products are called in autograd.
+_SLICED_KINDS = frozenset(("Conv1d", "Conv2d", "Conv3d", "Linear"))
+_SLICED_OPS = frozenset(("Convolution", "Addmm", "Mm", "Linear", "Add"))
+
+
+def tensors(include: Globs = "*", exclude: Globs = ()) -> Units:
+    """Every parameter by itself; globs over parameter names say which."""
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        return tuple(Unit(param, (Part(param),)) for param in _params(graph, include, exclude))
+
+    return of
+
+
+def layers(include: Globs = "*", exclude: Globs = ()) -> Units:
+    """All parameters of one module, together with the norm that follows it: what the literature calls a layer.
+
+    The norm's gradients read the same data as the weight's, so alone they cost almost as much as together. A norm that
+    follows no layer directly (before a transformer's block, say) is a layer of its own.
+    """
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        leads = _norm_leads(graph)
+        return _grouped(_params(graph, include, exclude), lambda param: leads.get(owner(param), owner(param)) or param)
+
+    return of
+
+
+def blocks(*named: str, include: Globs = "*", exclude: Globs = ()) -> Units:
+    """The repeated blocks of a model (found by class), or the modules that match `named`; what lies outside goes by layer.
+
+    A repeated block is the outermost kind of module with modules of its own that occurs at least twice.
+    """
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        if named:
+            modules = [name for name in graph.modules if name]
+            roots = {modules[i] for i in match(modules, named, "module")}
+        else:
+            roots = _repeated(graph)
+        leads = _norm_leads(graph)
+
+        def group(param: str) -> str:
+            inside = [name for name in _ancestors(owner(param)) if name in roots]
+            return inside[-1] if inside else leads.get(owner(param), owner(param)) or param
+
+        return _grouped(_params(graph, include, exclude), group)
+
+    return of
+
+
+def norms() -> Units:
+    """Scale and shift of every norm, each tensor by itself; the head's stand beside them."""
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        mine = {
+            param
+            for node in graph.nodes
+            for param in node.params
+            if _is_norm(node.op, graph.modules.get(owner(param), "")) and not node.carrier
+        }
+        return tuple(unit for unit in tensors()(graph) if unit.name in mine or unit.name in graph.head)
+
+    return of
+
+
+def channels(
+    axis: Literal["out", "in"] = "out",
+    group: int = 8,
+    include: Globs = "*",
+    exclude: Globs = (),
+    *,
+    depthwise: bool = True,
+) -> Units:
+    """Groups of neighbouring channels of every convolution and linear layer: slices of its weight along its outputs or inputs.
+
+    Slices of outputs take their piece of the bias along; with inputs, biases stand in no unit. Of a weight with
+    several groups, a slice of inputs is the same channels in each group; where a group has one input (a depthwise convolution),
+    slices are along the outputs, which is the same there; without `depthwise`, such convolutions are left out. Everything else
+    (norms, embeddings, layers that the loss does not reach) stands in no unit.
+    """
+    if axis not in ("out", "in"):
+        raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
+    if group < 1:
+        raise ValueError(f"group={group}: at least one channel makes a unit.")
+
+    def of(graph: Graph) -> tuple[Unit, ...]:
+        params = _params(graph, include, exclude)
+        found: list[Unit] = []
+        elsewhere = set(graph.unused) | {
+            p for node in graph.nodes if not node.carrier and node.op not in _SLICED_OPS for p in node.params
+        }
+        mine = {p for p in params if graph.modules.get(owner(p)) in _SLICED_KINDS and p not in elsewhere}
+        for param in params:
+            layer, _, kind = param.rpartition(".")
+            if param not in mine or kind != "weight":
+                continue
+            shape, bias = graph.shapes[param], f"{layer}.bias"
+            if not depthwise and _is_depthwise(graph, param):
+                continue
+            dim = 1 if axis == "in" and shape[1] > 1 else 0
+            for start in range(0, shape[dim], group):
+                index = tuple(range(start, min(start + group, shape[dim])))
+                parts = [Part(name, dim, index) for name in (param, bias) if name == param or (name in mine and dim == 0)]
+                found.append(Unit(f"{layer}[{('out', 'in')[dim]} {start}:{index[-1] + 1}]", tuple(parts)))
+        if not found:
+            kind = "" if depthwise else " but depthwise ones"
+            raise ValueError(f"nothing is left to choose from: no convolution or linear layer{kind} is among the parameters.")
+        return tuple(found)
+
+    return of
+
+
+def _is_depthwise(graph: Graph, weight: str) -> bool:
+    """Whether each filter of a convolution sees one channel of a layer before it."""
+    shape, is_fed = graph.shapes[weight], any(weight in node.params and node.data for node in graph.nodes)
+    return graph.modules[owner(weight)].startswith("Conv") and shape[0] > shape[1] == 1 and is_fed
+
+
+def _params(graph: Graph, include: Globs, exclude: Globs) -> list[str]:
+    """The parameters that the globs leave, nearest the loss first; what the loss does not reach comes last."""
+    order = graph.order()
+    names = sorted(graph.params, key=lambda name: order.get(name, len(graph.nodes)))
+    kept = match(names, [include] if isinstance(include, str) else include, "parameter")
+    dropped = set(match(names, [exclude] if isinstance(exclude, str) else exclude, "parameter"))
+    out = [names[i] for i in kept if i not in dropped]
+    if not out:
+        raise ValueError(f"nothing is left to choose from: include={include!r} and exclude={exclude!r} leave no parameter.")
+    return out
+
+
+def _grouped(params: Iterable[str], group: Callable[[str], str]) -> tuple[Unit, ...]:
+    """Units by the name of their group, each at the place of its parameter that is furthest from the loss."""
+    found: dict[str, list[str]] = {}
+    for param in params:
+        name = group(param)
+        found[name] = [*found.pop(name, []), param]
+    return tuple(Unit(name, tuple(Part(param) for param in members)) for name, members in found.items())
+
+
+def _norm_leads(graph: Graph) -> dict[str, str]:
+    """For each norm that directly follows a layer, that layer's module."""
+    leads = {}
+    for node in graph.nodes:
+        if not node.params or node.carrier or not _is_norm(node.op, graph.modules.get(node.module, "")):
+            continue
+        at = node.data
+        while len(at) == 1 and graph.nodes[at[0]].op in ("View", "Transpose", "Permute", "UnsafeView", "Clone", "ToCopy"):
+            at = graph.nodes[at[0]].data
+        if len(at) == 1:
+            before = graph.nodes[at[0]]
+            if before.params and before.macs:
+                leads[owner(node.params[0])] = owner(before.params[0])
+    return leads
+
+
+def _is_norm(op: str, kind: str) -> bool:
+    return "Norm" in op or "Norm" in kind
+
+
+def _ancestors(module: str) -> list[str]:
+    """A module and everything it lies in, innermost first."""
+    out = []
+    while module:
+        out.append(module)
+        module = module.rpartition(".")[0]
+    return out
+
+
+def _repeated(graph: Graph) -> set[str]:
+    """The outermost modules that are built of modules, hold parameters and are not the only ones of their class."""
+    holders = Counter(name for param in graph.params for name in set(_ancestors(owner(param))))
+    parents = {owner(name) for name in graph.modules if name}
+    built = [name for name in graph.modules if name and name in parents and holders[name]]
+    named = [name for name in built if graph.modules[name] not in ("Sequential", "ModuleList", "ModuleDict")]
+    kinds = Counter(graph.modules[name] for name in named)
+    repeated = {name for name in named if kinds[graph.modules[name]] > 1}
+    if not repeated:  # bare containers side by side
+        siblings = Counter((owner(name), graph.modules[name]) for name in built)
+        repeated = {name for name in built if siblings[owner(name), graph.modules[name]] > 1}
+    return {name for name in repeated if not any(outer in repeated for outer in _ancestors(name)[1:])}

@@ -1,0 +1,125 @@
+"""The pure decision: units, prices, values and a budget in, a selection out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pliant.core.budget import Progress
+from pliant.core.errors import BudgetError
+from pliant.core.types import Cost, Selection, Unit
+from pliant.cost.profile import Profile, Table
+from pliant.planning.floor import always_chosen, check_floor, floor_of, reached_by, say
+from pliant.planning.policy import Policy
+from pliant.planning.solve import SLACK, Array, Problem, takes_turns
+
+
+def plan(
+    policy: Policy,
+    profile: Profile,
+    values: Mapping[Unit, float],
+    progress: Progress | None = None,
+    correction: float | None = None,
+    within: float | None = None,
+    near: Sequence[Unit] = (),
+) -> Selection:
+    """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
+
+    A value that is not a number says nothing for its unit; the unit is then chosen only if it always is. A budget below the
+    floor is an error. With a `correction`, seconds are planned for that many times what was asked, or for the floor where that
+    is more: steps that ran slower or faster than predicted are not the user's mistake. `within` are the bytes to plan for in
+    place of those asked, or the floor where that is more, as long as it is within what was asked. A choice that is `near` is
+    changed no more than must be: where it leaves something over it is added to, and where it costs too much it is taken from.
+    Where nothing of it can stay, and for solvers that take turns, the choice is a fresh one.
+    """
+    progress = progress if progress is not None else Progress()
+    units = tuple(values)
+    if not units:
+        raise ValueError("there is nothing to choose from: no parameter of the model can be trained.")
+    names = tuple(unit.name for unit in units)
+    worth = np.array([values[unit] for unit in units], float)
+    worth[~np.isfinite(worth)] = 0.0
+    always = always_chosen(policy, profile, units)
+    full = profile.full
+    asked = policy.budget.limits(full, progress)
+    if "joules" in asked:
+        raise BudgetError("a budget in joules cannot be kept yet: profiles hold no joules.")
+    table, limit = _that_cost(profile.table(units)), dict(asked)
+    done = progress.fraction if progress.total_steps is not None else None
+    rest = profile.origin.get("norms") == "frozen"
+
+    def problem_within(limit: Mapping[str, float]) -> Problem:
+        price, room, resource = _rows(table, profile.base, limit)
+        turn = progress.round, policy.seed
+        return Problem(names, worth, table.needed, price, room, always, *turn, resource, *profile.sizes(units), done, rest)
+
+    floor, what = floor_of(problem_within(limit), profile, units)
+    if correction is not None and "seconds" in limit:
+        limit["seconds"] = max(limit["seconds"] * correction, floor.seconds)
+    if within is not None and "bytes" in limit:
+        limit["bytes"] = min(limit["bytes"], max(within, floor.bytes))
+    check_floor(floor, what, profile.base, limit, full)
+    problem = problem_within(limit)
+    held = np.isin(names, [] if takes_turns(policy.solver) else [unit.name for unit in near])
+    if held.any() and not problem.fits(held):
+        if not _some_fits(problem, held):  # nothing of it can stay: choose afresh
+            return plan(policy, profile, values, progress, correction, within)
+        problem = replace(problem, may=held | always)
+    elif held.any():
+        always = always | held
+        problem = problem_within(limit)
+    chosen = policy.solver(problem) & (problem.allowed | always)
+    if not chosen.any():  # no value is positive and nothing is always chosen: the best single unit that fits
+        order = sorted((i for i in reached_by(problem) if problem.allowed[i]), key=lambda i: -worth[i])
+        best = next(i for i in order if problem.fits(np.arange(len(units)) == i))
+        chosen = np.arange(len(units)) == best
+    picked = tuple(unit for unit, taken in zip(units, chosen, strict=True) if taken)
+    cost = profile.cost(picked)
+    for name, amount in limit.items():
+        if getattr(cost, name) > amount * (1 + 2 * SLACK):
+            raise BudgetError(
+                f"the choice of {len(picked)} units costs {say(name, getattr(cost, name), full)}, more than the limit of "
+                f"{say(name, amount, full)}. Raise the budget, or choose with a solver that keeps it (knapsack, milp, greedy, "
+                "spread)."
+            )
+    return Selection(
+        picked,
+        cost,
+        limit,
+        problem.value(chosen & (always | (worth > 0))),
+        progress.round,
+        progress.step,
+        full,
+        dict(zip(names, worth.tolist(), strict=True)),
+        asked,
+    )
+
+
+def _some_fits(problem: Problem, held: NDArray[np.bool_]) -> bool:
+    """Whether what is always chosen fits or, where nothing is, one of those that are held."""
+    if problem.always.any():
+        return problem.fits(problem.always)
+    return any(problem.fits(np.arange(len(held)) == i) for i in np.flatnonzero(held & problem.reached))
+
+
+def _that_cost(table: Table) -> Table:
+    """A table without the charges that are free: a parameter that the loss does not reach has no others."""
+    some = (table.seconds > 0) | (table.macs > 0) | (table.bytes > 0).any(axis=0)
+    return Table(table.needed[some], table.seconds[some], table.bytes[:, some], table.standing, table.macs[some])
+
+
+def _rows(table: Table, base: Cost, limit: Mapping[str, float]) -> tuple[Array, Array, tuple[str, ...]]:
+    """The prices of the limited resources, what is left for them beside the forward pass, and which row is which."""
+    prices: list[Array] = []
+    room: list[float] = []
+    resource: list[str] = []
+    for name, amount in limit.items():
+        rows = {"seconds": table.seconds[None], "macs": table.macs[None], "bytes": table.bytes}[name]
+        standing = table.standing if name == "bytes" else np.zeros(1)
+        prices += list(rows)
+        room += (amount * (1 + SLACK) - getattr(base, name) - standing).tolist()
+        resource += [name] * len(rows)
+    return np.array(prices).reshape(len(prices), len(table.needed)), np.array(room), tuple(resource)

@@ -1,0 +1,177 @@
+"""The literature, one function each: every method is five words and a budget.
+
+| | units | signal | cost | solver | when |
+|---|---|---|---|---|---|
+| `pliant` | layers | update gain | measured | exact for tempered values, or spread where norms rest; filled up | on drift |
+| `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
+| `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
+| `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
+| `tinytrain` | channels | Fisher potential | bytes, backward MACs | layers by their score, then channels; or exact | once |
+| `freeze_out` | layers | – | MACs (no budget: nothing needs timing) | layers leave, from the input on | every 0.01 of the run |
+| `lisa` | blocks | – | as above | a few by lot, both ends always | every k steps |
+| `badam` | blocks | – | as above | one after another | every k steps |
+| `last` `random` | layers | – | measured seconds | inside the budget | once, or every k steps |
+| `full` `head` `bias` `norm` `only` | tensors | – | as above | fixed | once |
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pliant import signals as score
+from pliant.core import schedule
+from pliant.core.budget import Budget, Limit
+from pliant.core.schedule import Schedule
+from pliant.cost.measure import backward, counted, modelled, timed
+from pliant.cost.peaks import Peaks
+from pliant.graph import units
+from pliant.planning import solve
+from pliant.planning.policy import Policy
+
+
+def pliant(
+    time: Limit = None, memory: Limit = None, macs: Limit = None, *, when: Schedule | None = None, seed: int = 0
+) -> Policy:
+    """Ours, and the default: whole layers by their tempered gain, every budget at once on the true graph, again on drift.
+
+    Where norms rest, layers that train are few and reach far (`solve.spread`); where they move, values add up (`solve.milp`).
+    """
+    choose = solve.where_norms_rest(solve.spread(), otherwise=solve.milp(gap=1e-4))
+    return Policy(
+        units.layers(),
+        score.update_gain(cross=False),
+        timed,
+        solve.filled(solve.tempered(choose)),
+        when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
+        Budget(time=time, memory=memory, macs=macs),
+        seed=seed,
+        name="pliant",
+    )
+
+
+def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
+    """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227."""
+    gain = score.update_gain(cross=False)
+    when = when or schedule.every(epochs=3)
+    return Policy(units.tensors(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_trainer")
+
+
+def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Peaks | None = None, seed: int = 0) -> Policy:
+    """Whole layers, priced as a whole by what they take on this device. IEEE Access 2025, 10.1109/ACCESS.2025.3591772.
+
+    Measured seconds hold what low arithmetic intensity costs. With `peaks`, layers are priced for a device that is not at hand:
+    by arithmetic where their intensity lies above its ridge, by bandwidth below.
+    """
+    gain = score.update_gain(cross=False)
+    when = when or schedule.every(epochs=3)
+    cost = timed if peaks is None else modelled(peaks)
+    return Policy(units.layers(), gain, cost, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_layers")
+
+
+def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
+    """ElasticTrainer with compute in place of seconds, for language models. GreenTrainer, ICLR 2024, arXiv 2309.13192."""
+    gain = score.update_gain(cross=False)
+    when = when or schedule.every(epochs=1)
+    return Policy(units.tensors(), gain, counted, solve.knapsack(), when, Budget(macs=macs), seed=seed, name="green_trainer")
+
+
+def tinytrain(
+    memory: Limit = "1MB",
+    macs: Limit = 0.15,
+    *,
+    axis: Literal["out", "in"] = "out",
+    exact: bool = False,
+    head: bool = False,
+    when: Schedule | None = None,
+    seed: int = 0,
+) -> Policy:
+    """The best layers by Fisher information for their size, and of those the best channels. TinyTrain, arXiv 2307.09988.
+
+    `macs` is a share of a full backward pass. Layers come by the paper's score, which knows how large a layer is but not what
+    its step keeps nor the way to it; with `exact` the channels are the best under the true prices, whatever their layer. Those
+    of depthwise layers are not among them: their potential is nearly that of the layer before once more, and counts twice.
+    `axis` says which channels are sliced. `head` always trains the module nearest the loss: for a model that ends in a
+    classifier of its own, which has everything to learn; where prototypes classify there is none.
+    """
+    solver = solve.milp(gap=1e-3) if exact else solve.within_layers(solve.greedy(by="score"))
+    when = when or schedule.once()
+    budget = Budget(memory=memory, macs=macs)
+    name = "tinytrain_exact" if exact else "tinytrain"
+    choice = units.channels(axis, depthwise=not exact)
+    return Policy(choice, score.fisher(), backward, solver, when, budget, head=head, seed=seed, name=name)
+
+
+def freeze_out(start: float = 0.8, *, cubed: bool = True, when: Schedule | None = None) -> Policy:
+    """Layers freeze for good, one after another from the input on; the head trains to the end. FreezeOut, arXiv 1706.04983.
+
+    Of L layers below the head, layer i (from 0) freezes when t_i = start + (1 − start)·i/L of the run is done; with `cubed`,
+    when t_i³ is: at the next selection, and `when` says how often there is one. Needs `total_steps` or `fit`. Learning rates
+    stay yours: the paper lets each layer's fall to nothing by t_i.
+    """
+    solver, when = solve.freeze(start, cubed), when or schedule.every(share=0.01)
+    return Policy(units.layers(), score.nearness(), counted, solver, when, state="drop", name="freeze_out")
+
+
+def lisa(layers: int = 2, steps: int = 20, *, seed: int = 0) -> Policy:
+    """Embedding and head always, and a few blocks between them by lot, drawn again every so many steps. LISA, arXiv 2403.17919.
+
+    The embedding is the unit furthest from the loss. Where other parts outside of the blocks shall never freeze either, name
+    them: `replace(lisa(), always=("model.norm",))`. A model with fewer than `layers` blocks in between trains all of them.
+    """
+    solver, when = solve.with_ends(solve.sample(layers)), schedule.every(steps=steps)
+    return Policy(units.blocks(), score.nearness(), counted, solver, when, state="drop", seed=seed, name="lisa")
+
+
+def badam(
+    steps: int = 50,
+    order: Literal["descending", "ascending", "random"] = "descending",
+    *,
+    head: bool = False,
+    seed: int = 0,
+) -> Policy:
+    """One block at a time for so many steps; the optimizer forgets a block that is left. BAdam, arXiv 2404.02827.
+
+    Blocks take turns from the loss outwards ("descending"), from the input on ("ascending"), or in another "random" order each
+    time around. The head is a block like any other; with `head` it always trains: for a new one that does not come first.
+    """
+    solver, when = solve.cycle(order=order), schedule.every(steps=steps)
+    return Policy(units.blocks(), score.nearness(), counted, solver, when, head=head, state="drop", seed=seed, name="badam")
+
+
+def only(*globs: str) -> Policy:
+    """Exactly the parameters whose names match ("layer4.*", "*.bias"), from beginning to end."""
+    if not globs:
+        raise ValueError("only() trains nothing: name parameters, like only('head.*').")
+    return Policy(units.tensors(), score.nearness(), counted, solve.fixed(*globs), head=False, name=f"only({', '.join(globs)})")
+
+
+def full() -> Policy:
+    """Everything: plain training, bit for bit."""
+    return Policy(units.tensors(), score.nearness(), counted, solve.fixed("*"), name="full")
+
+
+def head() -> Policy:
+    """The module nearest the loss, and nothing else."""
+    return Policy(units.tensors(), score.nearness(), counted, solve.fixed(), name="head")
+
+
+def bias() -> Policy:
+    """Every bias (a norm's shift is one), and the head. BitFit, arXiv 2106.10199."""
+    return Policy(units.tensors(), score.nearness(), counted, solve.fixed("*bias"), name="bias")
+
+
+def norm() -> Policy:
+    """Scale and shift of every norm, and the head."""
+    return Policy(units.norms(), score.nearness(), counted, solve.fixed("*"), name="norm")
+
+
+def last(time: Limit = 0.5) -> Policy:
+    """The last layers, as many as the budget holds: the baseline that every clever choice must beat."""
+    solver = solve.greedy(by="order", stop=True)
+    return Policy(units.layers(), score.nearness(), timed, solver, budget=Budget(time=time), name="last")
+
+
+def random(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
+    """Layers by lot inside the budget, drawn again each round: the other baseline."""
+    when = when or schedule.every(steps=100)
+    return Policy(units.layers(), score.random(), timed, solve.sample(), when, Budget(time=time), seed=seed, name="random")

@@ -1,0 +1,184 @@
+"""Which norms move: those with running statistics take the batch's own, or rest on what they have learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from pliant.runtime.sandbox import sandbox
+
+NormRule = Literal["auto", "chosen", "frozen", "as-is"]
+ENOUGH = 1000  # values of a channel in a batch: on statistics of far fewer a network trains worse than on those it has
+STRANGE = 0.4  # |log| of the ratio of a batch's variances and those of before: photographs are below, drawings above it
+_A_FEW = 4  # samples: fewer than that differ from any others
+_FORGOTTEN = 0.01  # of what running statistics began with
+
+
+def in_eights(values: torch.Tensor) -> bool:
+    """Images that lie channels-last in memory, and whose channels come in eights: what a kernel for a norm at rest takes."""
+    is_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    return is_last and values.shape[1] % 8 == 0
+
+
+@dataclass
+class Norms:
+    """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
+
+    A norm whose parameters are not chosen runs on its running statistics, whatever `model.train()` says. With "auto" so does a
+    chosen one where batches are too small to tell statistics by (`settle_`), unless training is plain. The user's own wish is
+    what the module shows when it does not show what we set, or the mode that the whole model was switched to.
+    """
+
+    model: nn.Module
+    rule: NormRule = "chosen"
+    _norms: dict[str, nn.Module] = field(default_factory=dict)
+    _own: dict[str, list[str]] = field(default_factory=dict)  # the names of each norm's parameters
+    _wanted: dict[str, bool] = field(default_factory=dict)
+    _set: dict[str, bool] = field(default_factory=dict)
+    _whole: bool = True
+    _resting: frozenset[str] | None = None  # those that "auto" keeps at rest; None before it is settled
+
+    def __post_init__(self) -> None:
+        if self.rule not in ("auto", "chosen", "frozen", "as-is"):
+            raise ValueError(f"norm={self.rule!r}: choose 'auto', 'chosen', 'frozen' or 'as-is'.")
+        names = {id(param): name for name, param in self.model.named_parameters()}  # a tied parameter has one name
+        for name, module in self.model.named_modules():
+            if isinstance(module, _NormBase) and module.track_running_stats and module.running_mean is not None:
+                self._norms[name] = module
+                self._own[name] = [names[id(param)] for param in module._parameters.values() if param is not None]
+                self._wanted[name] = module.training
+        self._whole = self.model.training
+
+    def settle_(self, run: Callable[[], Any]) -> float | None:
+        """Decide what "auto" means from one forward pass, `run`, that leaves no trace: norms rest where a batch holds fewer
+        than `ENOUGH` values of a channel and is like what their statistics are of, both in the median over them. Gives the
+        number of values where they do.
+
+        Statistics that are still those of a new norm mean nothing: such a norm is not asked, and moves when it is chosen.
+        """
+        if self.is_settled:
+            return None
+        learned = self._learned()
+        seen = _shown(self.model, learned.values(), run) if learned else {}
+        few = median(values for values, _ in seen.values()) if seen else ENOUGH
+        rest = few < ENOUGH and median(strangeness for _, strangeness in seen.values()) < STRANGE
+        self._resting = frozenset(name for name, module in learned.items() if rest and module in seen)
+        return few if rest else None
+
+    def settle_as_(self, rule: str) -> None:
+        """Decide what "auto" means as it was decided elsewhere: where steps were priced (`priced`)."""
+        if not self.is_settled:
+            self._resting = frozenset(self._learned() if rule == "frozen" else ())
+
+    def _learned(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self._norms.items() if _has_learned(module)}
+
+    @property
+    def is_settled(self) -> bool:
+        return self.rule != "auto" or self._resting is not None
+
+    def unsettle_(self) -> None:
+        """Forget what was settled: it was from a batch that no step came of."""
+        self._resting = None
+
+    @property
+    def priced(self) -> NormRule:
+        """The rule to price steps by: what "auto" comes down to, or the dearer one where norms differ."""
+        if self.rule != "auto":
+            return self.rule
+        return "frozen" if self._resting and self._resting.issuperset(self._norms) else "chosen"
+
+    def state(self) -> list[str] | None:
+        """What was settled, in plain types."""
+        return None if self._resting is None else sorted(self._resting)
+
+    def load(self, state: list[str] | None) -> None:
+        self._resting = None if state is None else frozenset(state)
+
+    def hold_(self, among: Collection[str], chosen: Collection[str], limited: bool = True) -> None:
+        """Set every norm's mode for this choice. Call before each forward pass.
+
+        Where everything is chosen and nothing is `limited`, training is plain, and so are norms with "auto".
+        """
+        if self.rule == "as-is":
+            return
+        self._listen()
+        everything = len(chosen) == len(among)
+        resting = self._resting if self.rule == "auto" and (limited or not everything) else None
+        for name, module in self._norms.items():
+            candidates = [p for p in self._own[name] if p in among]
+            # A norm without parameters to choose goes along only when the whole model trains.
+            along = any(p in chosen for p in candidates) if candidates else everything
+            mode = self._wanted[name] and along and self.rule != "frozen" and not (resting and name in resting)
+            self._set[name] = mode
+            if module.training != mode:  # to set an attribute of a module takes its time
+                module.training = mode
+
+    def release_(self) -> None:
+        """Give every norm the mode that the user wants."""
+        self._listen()
+        for name, module in self._norms.items():
+            module.training = self._wanted[name]
+        self._set.clear()
+
+    def _listen(self) -> None:
+        switched = self.model.training != self._whole
+        self._whole = self.model.training
+        for name, module in self._norms.items():
+            if name not in self._set or module.training != self._set[name]:
+                self._wanted[name] = module.training
+            elif switched:
+                self._wanted[name] = self._whole
+
+
+def _has_learned(norm: nn.Module) -> bool:
+    """Whether a batch norm has running statistics that are not those of a new one, nor hang on them still. Those that came from
+    elsewhere and were never counted are taken for learned. One that looks at all processes' batches has enough to go by."""
+    if not isinstance(norm, _BatchNorm) or isinstance(norm, nn.SyncBatchNorm):
+        return False
+    if norm.running_mean is None or norm.running_var is None:
+        return False
+    is_new = bool((norm.running_mean == 0).all() & (norm.running_var == 1).all())
+    batches = int(norm.num_batches_tracked) if norm.num_batches_tracked is not None else 0
+    left = (1 - (norm.momentum or 1.0)) ** batches if batches else 0.0  # of what it began with
+    return not is_new and left < _FORGOTTEN
+
+
+def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, tuple[float, float]]:
+    """How many values of each of its channels a norm sees in one forward pass, and how far their variances lie from the running
+    ones, for norms that it gets to; nothing where it breaks off before it got to all of them."""
+    seen: dict[nn.Module, tuple[float, torch.Tensor]] = {}
+
+    def look(norm: nn.Module, args: Any, kwargs: Any) -> None:
+        input = args[0] if args else kwargs["input"]
+        seen[norm] = input.numel() / max(input.shape[1], 1), _strangeness(cast("_NormBase", norm), input)
+
+    hooks = [norm.register_forward_pre_hook(look, with_kwargs=True) for norm in norms]
+    try:
+        with sandbox(model), torch.no_grad():
+            for norm in norms:
+                norm.training = False
+            run()
+    except Exception:  # a loss that needs gradients, or a fault that the first step will tell
+        seen = seen if len(seen) == len(norms) else {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {norm: (values, float(strangeness)) for norm, (values, strangeness) in seen.items()}
+
+
+def _strangeness(norm: _NormBase, input: torch.Tensor) -> torch.Tensor:
+    """The median over channels of |log(variance of the batch / running variance)|, less what chance makes of so few values;
+    none where the samples are too few to tell."""
+    if len(input) < _A_FEW:
+        return torch.zeros(())
+    values = input.numel() / max(input.shape[1], 1)
+    variances = input.float().var([d for d in range(input.dim()) if d != 1], correction=0)
+    ratio = (variances + norm.eps) / (cast("torch.Tensor", norm.running_var).float() + norm.eps)
+    return ratio.log().abs().median() - (2 / max(values, 1)) ** 0.5

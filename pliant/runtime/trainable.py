@@ -1,0 +1,75 @@
+"""The only room that decides what of the user's model trains: `apply_`, `restore_`, and the sandbox for probes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+def apply_(
+    among: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    chosen: Collection[str],
+    state: Literal["keep", "drop"] = "keep",
+) -> None:
+    """Make just the `chosen` parameters trainable. Checks first and changes then: an error leaves everything as it was.
+
+    What is not chosen loses its gradient (an optimizer moves whatever has one, even of zeros) and, with `state="drop"`, its
+    optimizer state, whose memory is freed.
+    """
+    unknown = sorted(set(chosen) - set(among))
+    if unknown:
+        raise ValueError(f"cannot choose {unknown[0]!r}: the model has no trainable parameter of that name.")
+    check_in_groups(among, optimizer, chosen)
+    for name, param in among.items():
+        param.requires_grad_(name in chosen)
+        if name not in chosen:
+            param.grad = None
+            if state == "drop":
+                optimizer.state.pop(param, None)
+    torch.clear_autocast_cache()  # it may hold casts of weights made under the old choice
+
+
+def check_in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, chosen: Collection[str]) -> None:
+    """A parameter that is chosen but unknown to the optimizer would be paid for and never move: refuse it."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    missing = [name for name in chosen if id(among[name]) not in held]
+    if missing:
+        raise ValueError(
+            f"{missing[0]!r} was chosen but is in no param group of the optimizer ({len(missing)} of {len(chosen)} chosen are "
+            f"not). Build the optimizer over all parameters (what is not chosen costs nothing), or leave it "
+            f"out: dataclasses.replace(policy, units=units.layers(exclude=…))."
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """How a model was found: which parameters were trainable, and the mode of each module."""
+
+    requires_grad: Mapping[nn.Parameter, bool]
+    training: Mapping[nn.Module, bool]
+
+
+def found(model: nn.Module) -> Found:
+    """Remember how the model is now."""
+    return Found({p: p.requires_grad for p in model.parameters()}, {m: m.training for m in model.modules()})
+
+
+def restore_(was: Found) -> None:
+    """Make the model as it was found; modes are handled by `Norms.release_`, so that the user's own changes of mode stay."""
+    for param, flag in was.requires_grad.items():
+        param.requires_grad_(flag)
+    torch.clear_autocast_cache()
+
+
+# Every element's update depends on that element's own gradients and state: a piece moves as it would inside the whole.
+# fmt: off
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop,
+)
+# fmt: on
