@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pliant.core import text as markup
 from pliant.core.errors import ProfileMismatch
+from pliant.core.mode import Mode
 from pliant.core.types import Cost, Part, Unit
 from pliant.cost import saved
 from pliant.cost.charge import AGAIN, CACHED, KEPT, KINDS, SPLIT, Charge, Piece, pieces_of
@@ -74,7 +75,12 @@ class Profile:
         if self.other_seconds and len(self.other_seconds) != len(self.charges) + 1:
             raise ValueError(f"{len(self.other_seconds)} other seconds for {len(self.charges)} charges and the base.")
 
-    def on(self, engine: str, spared: float | None = None, captured: bool | None = None) -> Profile:
+    def on(self, mode: Mode) -> Profile:
+        """The same profile for steps that run in this mode; 1.0 is still a plain full step."""
+        spared = 1.0 if mode.cached else 0.3 if mode.prefix and mode.graphs else 0.0
+        return self._on("lean" if mode.lean else "plain", spared, mode.graphs)
+
+    def _on(self, engine: str, spared: float | None = None, captured: bool | None = None) -> Profile:
         """The same profile for steps that another engine runs, that spare so much of the forward pass, or that are captured;
         1.0 is still a plain full step."""
         if engine not in ENGINES:
@@ -83,7 +89,7 @@ class Profile:
         if not 0 <= spared <= 1:
             raise ValueError(f"spared={spared}: from nothing (0) to all (1) of the forward pass before anything chosen.")
         if captured is not None and captured != self.captured and self.other_seconds:
-            return self._otherwise().on(engine, spared)
+            return self._otherwise()._on(engine, spared)
         if (engine, spared) == (self.engine, self.spared):
             return self
         seconds, macs = (old - new for old, new in zip(self._all_that(self.spared), self._all_that(spared), strict=True))
@@ -92,7 +98,7 @@ class Profile:
 
     def _otherwise(self) -> Profile:
         """The same profile with its other seconds, nothing spared."""
-        whole = self.on(self.engine, 0.0)
+        whole = self._on(self.engine, 0.0)
         *others, base = self.other_seconds
         charges = (replace(c, cost=replace(c.cost, seconds=s)) for c, s in zip(whole.charges, others, strict=True))
         return replace(
@@ -130,7 +136,7 @@ class Profile:
 
         Without `engine` and `spared`: on the engine that this profile is for, with as much of the forward pass spared.
         """
-        there = self.on(engine or self.engine, spared)
+        there = self._on(engine or self.engine, spared)
         if there is not self:
             return there.cost(units)
         due = self.due(units)
