@@ -12,9 +12,10 @@ from torch import nn
 
 from pliant.core.budget import RESOURCES, Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
+from pliant.core.mode import Mode
 from pliant.core.types import Part, Selection, Unit
 from pliant.cost.measure import inside, origin, sparing
-from pliant.cost.profile import Profile
+from pliant.cost.profile import ChargeKind, Profile
 from pliant.graph.backward import read
 from pliant.planning.floor import in_reach, least_bytes, leaving_room
 from pliant.planning.plan import plan
@@ -44,7 +45,7 @@ class Choice:
         runs the steps."""
         self.policy = policy
         self.correct = correct
-        self.profile = profile.on(engine, 0.0, captured=False) if profile is not None else None
+        self.profile = profile.on(Mode(lean=engine == "lean")) if profile is not None else None
         self._engine = engine
         self.captured = False  # whether a step is one launch
         self.spared = 0.0  # of the forward pass before anything chosen: all of it where features come from a cache
@@ -226,7 +227,7 @@ class Choice:
         if self.profile is None or not self.units or budget.memory is None:
             return True
         engine = engine or self._engine
-        profile = self.profile.on(engine)
+        profile = self.profile.on(replace(self.profile.mode, lean=engine == "lean"), self.profile.spared)
         room = leaving_room(budget, profile).limits(profile.full, now)["bytes"]
         within = self.feedback.bytes_within(room) if self.correct and engine == self._engine else room
         if self._least is None or self._least[0] is not profile:
@@ -252,7 +253,9 @@ class Choice:
         if limit is None:
             return [names]
         if self.selection is not None:  # the optimizer's state stands meanwhile
-            limit -= sum(charge.cost.bytes for charge in self.profile.due(self.selection.units) if charge.kind == "optimizer")
+            limit -= sum(
+                charge.cost.bytes for charge in self.profile.due(self.selection.units) if charge.kind is ChargeKind.OPTIMIZER
+            )
         if self.captured:  # steps that hold on to something are let go of meanwhile
             limit += self.profile.inference
         if self.policy.signal.cross:  # on CUDA, halves are copies
@@ -335,7 +338,7 @@ class Choice:
         """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays."""
         policy = replace(self.policy, budget=budget)
         spared = self.spared if engine == self._engine else float(self.spared == 1)  # what inference spares was the old one's
-        profile = self.profile.on(engine, spared, captured) if self.profile is not None else None
+        profile = self.profile.on(_mode(engine, spared, captured), spared) if self.profile is not None else None
         ratio = self.feedback.ratio if captured == self.captured else 1.0
         if self.selection is not None and profile is not None:
             then = replace(now, round=self._next_round)
@@ -380,13 +383,13 @@ class Choice:
         if self.selection is None or self.profile is None:
             return
         if without is not None:
-            plain, least = (self.profile.cost(self.selection.units, spared=spared).seconds for spared in (0.0, 1.0))
+            plain, least = (self.profile.cost(self.selection.units, cached=cached).seconds for cached in (False, True))
             share = (1 - seconds / without) * plain / (plain - least) if plain > least and without > 0 else 0.0
             self.run_on(self._engine, min(max(share, 0.0), _MOST_SPARED), self.captured)
         self.feedback.expect(seconds)
 
     def _as_run(self, profile: Profile) -> Profile:
-        return profile.on(self._engine, self.spared, self.captured)
+        return profile.on(_mode(self._engine, self.spared, self.captured), self.spared)
 
     @property
     def _next_round(self) -> int:
@@ -474,7 +477,8 @@ class Choice:
         self._last = replace(now, step=state["last"][0], round=state["last"][1])
         if state["profile"]:
             self.profile = Profile.from_json(state["profile"])
-            self._engine, self.spared, self.captured = self.profile.engine, self.profile.spared, self.profile.captured
+            self._engine = "lean" if self.profile.mode.lean else "plain"
+            self.spared, self.captured = self.profile.spared, self.profile.mode.graphs
         self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
         self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
         self._plans = [Selection.from_json(plan) for plan in state["plans"]]
@@ -487,3 +491,7 @@ class Choice:
         self.policy = replace(self.policy, seed=state["seed"])
         if state["budget"] is not None:
             self.policy = replace(self.policy, budget=Budget(**state["budget"]))
+
+
+def _mode(engine: str, spared: float, captured: bool) -> Mode:
+    return Mode(lean=engine == "lean", prefix=spared > 0, graphs=captured, cached=spared == 1)

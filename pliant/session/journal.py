@@ -8,6 +8,7 @@ from typing import Any
 
 from pliant import __version__
 from pliant.core import text as markup
+from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
 from pliant.cost.profile import Profile
 from pliant.planning.policy import Policy
@@ -32,7 +33,7 @@ def start(
         "forward": asdict(profile.base),
         "units": {unit.name: list(unit.params) for unit in units},
         "costs": {unit.name: asdict(cost) for unit, cost in zip(units, profile.alone(units), strict=True)},
-        "split": _split(profile.on("plain", 0.0, False), [profile.everything]),
+        "split": _split(profile.on(Mode()), [profile.everything]),
         "checks": [list(check) for check in profile.checks],
         "coverage": profile.coverage,
         "uncounted": list(profile.uncounted),

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pliant.core.budget import Budget, Progress
+from pliant.core.mode import Mode
 from pliant.core.types import Selection
+from pliant.cost.profile import SPARED_BY_INFERENCE
 from pliant.engine.engine import Engine
 from pliant.session.choice import Choice
 
 _RACE_AGAIN = 0.2  # of a step's cost: where another choice differs by more, another engine may be the fastest
 _LOOK_EVERY = 10  # steps that fill a cache, between two looks at what they take
-_SPARED = 0.3  # of the forward pass before the choice, by inference in captured steps: about, until a race tells
 _HOPELESS = 2.0  # times as long as a captured step is predicted: steps that wait for launches need no race
 
 
@@ -44,7 +45,7 @@ class Pricing:
         """What is spared of the forward pass before a choice, as long as no race has told: all of it, where it is `cached`."""
         ways = self._engine.race.ways
         infers = captured and len(ways) > 1 and any(way.prefix and way.graphs for way in ways)
-        return 1.0 if cached else _SPARED if infers else 0.0
+        return 1.0 if cached else SPARED_BY_INFERENCE if infers else 0.0
 
     def look_for_room(self, now: Progress) -> None:
         """Where the limit of memory changes, or steps took more than it, they are captured only as long as there is room for
@@ -78,7 +79,7 @@ class Pricing:
         if len(self._filling) < _LOOK_EVERY or self._choice.selection is None or self._choice.profile is None:
             return
         units, profile, ratio = self._choice.selection.units, self._choice.profile, self._choice.feedback.ratio
-        without, cached = (ratio * profile.cost(units, spared=spared).seconds for spared in (0.0, 1.0))
+        without, cached = (ratio * profile.cost(units, cached=cached).seconds for cached in (False, True))
         self._wasted += sum(read() - without for read in self._filling)
         self._filling.clear()
         if without > 0 and self._wasted > left * (without - cached):
@@ -108,7 +109,8 @@ class Pricing:
         """Whether steps of this selection would spend most of their time waiting for launches, unless they are captured."""
         if not self._choice.captured or self._choice.profile is None:
             return False
-        ways = (self._choice.profile.on(self._engine.keeps, 0.0, captured) for captured in (False, True))
+        lean = self._engine.keeps == "lean"
+        ways = (self._choice.profile.on(Mode(lean=lean, graphs=captured)) for captured in (False, True))
         launched, captured = (prices.cost(selection.units).seconds for prices in ways)
         return launched > _HOPELESS * captured
 
