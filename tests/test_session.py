@@ -43,7 +43,7 @@ from pliant import (
     units,
 )
 from pliant.cost.measure import counted
-from pliant.cost.profile import Charge
+from pliant.cost.profile import Charge, ChargeKind
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -1188,7 +1188,10 @@ def test_the_floor_that_an_error_names_works(model_name: str, as_share: bool) ->
 
 @pytest.mark.parametrize("floor", [1.2344e-3, 1.2344, 1.2346e-5])
 def test_a_floor_named_with_its_unit_works_too(floor: float) -> None:
-    profile = Profile((Charge("dW w", Cost(floor / 2), ("w",)), Charge("dW v", Cost(floor), ("v",))), Cost(floor / 2))
+    profile = Profile(
+        (Charge(ChargeKind.WEIGHT_GRAD, Cost(floor / 2), ("w",)), Charge(ChargeKind.WEIGHT_GRAD, Cost(floor), ("v",))),
+        Cost(floor / 2),
+    )
     policy = Policy(units.tensors(), score.nearness(), steady, solve.knapsack(), budget=Budget(time="1us"), head=False)
     values = {Unit(name, (Part(name),)): 1.0 for name in ("w", "v")}
     with pytest.raises(BudgetError) as refused:

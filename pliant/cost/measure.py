@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pliant.cost import from_graph as charges
+from pliant.cost.charge import ChargeKind
 from pliant.cost.from_graph import Sizes, Times
 from pliant.cost.node_timing import Passes
 from pliant.cost.peaks import Peaks, roof_seconds
@@ -52,7 +53,7 @@ def backward(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, bat
     """`counted`, with the MACs of the backward pass alone: `macs=0.15` is then a share of what a full backward pass takes, as
     the literature on tiny devices counts it."""
     profile = counted(model, optimizer, loss, batch, **how)
-    charges = (replace(c, cost=replace(c.cost, macs=0)) if c.kind == "forward" else c for c in profile.charges)
+    charges = (replace(c, cost=replace(c.cost, macs=0)) if c.kind is ChargeKind.FORWARD else c for c in profile.charges)
     return replace(profile, base=replace(profile.base, macs=0), charges=tuple(charges))
 
 

@@ -18,6 +18,7 @@ from pliant.core.budget import RESOURCES, Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Part, Selection, Unit
+from pliant.cost.charge import ChargeKind
 from pliant.cost.measure import inside, origin, sparing
 from pliant.cost.profile import Profile
 from pliant.graph.backward import read
@@ -197,7 +198,7 @@ class Controller:
         if limit is None:
             return [names]
         if self.selection is not None:  # the optimizer's state stays meanwhile
-            limit -= sum(charge.cost.bytes for charge in prices.due(self.selection.units) if charge.kind == "optimizer")
+            limit -= sum(charge.cost.bytes for charge in prices.due(self.selection.units) if charge.kind is ChargeKind.OPTIMIZER)
         if mode.graphs:  # captured steps are released meanwhile
             limit += prices.inference
         signal, size = self.policy.signal, {name: prices.param_bytes(name) for name in names}
