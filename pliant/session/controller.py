@@ -29,7 +29,7 @@ from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
-from pliant.session.feedback import Feedback, Round
+from pliant.session.feedback import DWELL, Feedback, Round
 from pliant.signals.drift import Drift
 
 Probe = Callable[[int], dict[Unit, float]]
@@ -198,7 +198,8 @@ class Controller:
         if limit is None:
             return [names]
         if self.selection is not None:  # the optimizer's state stays meanwhile
-            limit -= sum(charge.cost.bytes for charge in prices.due(self.selection.units) if charge.kind is ChargeKind.OPTIMIZER)
+            due = prices.due(self.selection.units)
+            limit -= sum(charge.cost.bytes for charge in due if charge.kind is ChargeKind.OPTIMIZER)
         if mode.graphs:  # captured steps are released meanwhile
             limit += prices.inference
         signal, size = self.policy.signal, {name: prices.param_bytes(name) for name in names}
@@ -223,9 +224,13 @@ class Controller:
 
     def see(self, seconds: Sequence[float], now: Progress) -> None:
         """Steps of the selection in force took so long."""
+        owes = not callable(self.policy.budget.time)
+        self.feedback.see(seconds, self.asked_seconds(now), share=self._is_share(now), owes=owes)
+
+    def _is_share(self, now: Progress) -> bool:
+        """Whether the time that is asked for is a share of a full step."""
         given = self.policy.budget.time
-        is_share = not isinstance(given(now) if callable(given) else given, str)
-        self.feedback.see(seconds, self.asked_seconds(now), share=is_share)
+        return not isinstance(given(now) if callable(given) else given, str)
 
     def correction(
         self, now: Progress, mode: Mode, change_seconds: float, measure_full: Callable[[], float]
@@ -258,10 +263,8 @@ class Controller:
 
     def _measure_full_again(self, now: Progress, measure_full: Callable[[], float]) -> str | None:
         """Where the budget is a share of a full step: what a full step takes now."""
-        given = self.policy.budget.time
-        is_share = not isinstance(given(now) if callable(given) else given, str)
-        if not is_share or self.profile is None or self.policy.budget.memory is not None:  # memory has no room for a full step
-            return None
+        if not self._is_share(now) or self.profile is None or self.policy.budget.memory is not None:
+            return None  # with a limit on memory there is no room for a full step
         seconds, before = measure_full(), self.profile.full
         if seconds <= 0:
             return None
@@ -311,6 +314,8 @@ class Controller:
             return False
         planned = self.selection.asked
         limits = self._budget(mode).limits(self.prices(mode).full, now)
+        if self.feedback.waited < DWELL:  # as long as a correction waits
+            limits.pop("seconds", None)
         return any(abs(amount - planned.get(name, 0.0)) > 0.05 * planned.get(name, 0.0) for name, amount in limits.items())
 
     # ------------------------------------------------------------ what changes from outside

@@ -79,10 +79,11 @@ class Feedback:
         self.rounds.append(round)
         self.recent, self.waited = None, 0
 
-    def see(self, seconds: Sequence[float], asked: float | None, share: bool = False) -> None:
+    def see(self, seconds: Sequence[float], asked: float | None, share: bool = False, owes: bool = True) -> None:
         """Steps of the selection in force took so long.
 
-        A `share` is one of a full step that nothing disturbs, so all steps count as the quicker ones among them.
+        A `share` is one of a full step that nothing disturbs, so all steps count as the quicker ones among them. Where a
+        function of progress says what is left, nothing is owed (`owes`).
         """
         if not seconds or not self.rounds:
             return
@@ -96,7 +97,7 @@ class Feedback:
         now.seconds += sum(seconds)
         now.steps += len(seconds)
         taken = typical * len(seconds) if share else sum(seconds)
-        self.overspent = max(self.overspent + taken - asked * len(seconds), 0.0) if asked is not None else 0.0
+        self.overspent = max(self.overspent + taken - asked * len(seconds), 0.0) if asked is not None and owes else 0.0
 
     def aim(self, asked: float) -> float:
         """What a step should take from now on."""
