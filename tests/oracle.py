@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pliant import Cost, Policy, Profile, Session, measure
+from pliant.core.mode import Mode
+from pliant.engine.engine import around_forward
 from pliant.runtime.clock import Watch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
+ENGINES = {"plain": partial(around_forward, Mode()), "lean": partial(around_forward, Mode(lean=True))}  # around a forward pass
 
 
 def steady(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:

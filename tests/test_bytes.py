@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import ENGINES
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,6 @@ from zoo import sgd
 
 from pliant import Budget, BudgetError, Mode, Policy, Profile, Session, measure, schedule, score, solve, units
 from pliant.core.types import Cost, Part, Unit
-from pliant.engine.engine import ENGINES
 from pliant.graph.backward import read, trainable
 from pliant.runtime.batchnorm import Norms
 from pliant.runtime.memory import Live
@@ -492,7 +492,7 @@ def test_to_measure_seconds_takes_no_full_step_where_memory_is_limited() -> None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_captured_steps_and_inference_keep_a_limit_together_on_cuda(racing: None) -> None:
+def test_captured_steps_and_inference_keep_a_limit_together_on_cuda() -> None:
     """What they hold is reserved, and stands beside whatever else runs."""
     torch.manual_seed(0)
     model = Residual(clip=True).cuda().to(memory_format=torch.channels_last)
@@ -503,7 +503,7 @@ def test_captured_steps_and_inference_keep_a_limit_together_on_cuda(racing: None
     with Session(model, optimizer, classify, once, undo=False) as session:
         for _ in range(60):
             session.step(batch)
-        assert session._engine.way.graphs and session.profile.mode.graphs, session.why_not
+        assert session._engine.mode.graphs and session.profile.mode.graphs, session.why_not
         room = 0.6 * session.profile.full.bytes - session.profile.inference
         measured = session.rounds[-1].measured_bytes
         assert session.selection.cost.bytes <= room and measured is not None and measured <= room

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import steady as on_steady_device
 from test_graphs import DEVICES, Stand
 from torch import nn
-from torch.utils.data import default_collate
 
 from pliant import Budget, Policy, Session, measure, recipes, schedule, score, solve, units
 from pliant.core.types import Part, Unit
 from pliant.engine.cuda_graphs.graphs import Graphs
-from pliant.engine.modes import Race
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import Prefix
 from pliant.graph.backward import read
-from pliant.runtime.clock import Laps
 from pliant.runtime.sample_ids import ids_of, with_ids
 from pliant.runtime.sandbox import sandbox
 
@@ -99,7 +93,7 @@ def train(
     session = Session(model, optimizer, classify, policy, engine=engine, cache=features, steps_per_epoch=5)
     if device == "cpu" and "graphs" in engine:
         session._engine._cuda = True
-        session._engine.step_with(optimizer)
+        session._engine.use_optimizer(optimizer)
     chosen = []
     with session:
         while len(chosen) < steps:
@@ -189,7 +183,7 @@ def test_where_memory_is_limited_steps_of_one_choice_are_held_and_none_beside_an
 def test_where_memory_leaves_no_room_a_step_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch)
     _, session = train(Residual, "lean+graphs", "cpu", 20, False, 20, budget=Budget(memory="1GB"))
-    assert session._choice.captured and session._engine._graphs is not None and session._engine._graphs.replays > 0
+    assert session._engine.mode.graphs and session._engine._graphs is not None and session._engine._graphs.replays > 0
     head = session.profile.cost([Unit("*", tuple(Part(name) for name in session.profile.head))]).bytes
     few = Budget(memory=f"{head + session.profile.inference // 2}B")
 
@@ -197,7 +191,7 @@ def test_where_memory_leaves_no_room_a_step_stays_eager(monkeypatch: pytest.Monk
         return problem.always
 
     _, session = train(Residual, "lean+graphs", "cpu", 20, False, 20, solver=only_the_head, budget=few)
-    assert not session._choice.captured and session._engine._graphs is not None and session._engine._graphs.captures == 0
+    assert not session._engine.mode.graphs and session._engine._graphs is not None and session._engine._graphs.captures == 0
     assert "no room" in session.why_not["graphs"]
 
 
@@ -244,80 +238,6 @@ def test_a_cache_outlives_probes_and_choices_behind_the_boundary() -> None:
         model.stem[0].weight.mul_(2)
     assert epoch("deep.0", "last", "head") == (0, 22)
     assert epoch("deep.0", "last", "head") == (22, 0)
-
-
-@pytest.mark.parametrize(
-    ("limit", "seconds_cached", "winner"),
-    [
-        *[("4MB", 1.0, "prefix, cache"), ("4MB", 9.0, "lean")],
-        ("12KB", 9.0, "lean"),  # five samples fit of 22
-        ("1KB", 1.0, "prefix"),  # none fits: steps "from" it are those without
-    ],
-)
-def test_auto_takes_a_cache_where_steps_from_it_are_the_fastest(
-    limit: str, seconds_cached: float, winner: str, racing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It fills first; as soon as it is full or a batch comes from it, it races with all other ways."""
-    takes = {"prefix, cache": seconds_cached, "plain": 5.0, "prefix": 4.0, "lean": 3.0, "lean+prefix": 4.0}
-    see, gone = Race.see, []
-
-    def steady(race: Race, seconds: Callable[[], float]) -> bool:
-        gone.append(str(race.now))
-        return see(race, lambda took=takes[str(race.now)]: took)
-
-    monkeypatch.setattr(Race, "see", steady)
-    model, features = Residual().double(), Features(limit)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
-    loader = torch.utils.data.DataLoader(with_ids(samples(Residual)), batch_size=5)
-    policy = recipes.only("last*", "head*")
-    with Session(model, optimizer, classify, policy, engine="auto", cache=features, steps_per_epoch=5) as session:
-        assert session.engine == "prefix, cache"
-        filling = 0
-        for _ in range(8):
-            for batch in loader:
-                session.step(batch)
-                filling += not gone
-        assert filling == {"4MB": 5, "12KB": 1, "1KB": 0}[limit]  # steps that fill count for nothing
-        assert gone[:20] == [*takes] * 4 and set(gone[20:]) == {winner} == {session.engine}
-        assert session.caches == ("cache" in winner) == (len(features) > 0)
-        assert session.why_not.get("cache") == (None if "cache" in winner else "steps without it are faster here")
-
-
-@pytest.mark.parametrize(
-    ("factor", "total", "given_up"),
-    [
-        *[(1.0, 400, False), (1.5, 400, False)],  # what a full cache saves in 400 steps is more
-        *[(50.0, 400, True), (1.5, 12, True)],
-    ],
-)
-def test_a_cache_whose_filling_cannot_pay_is_given_up(
-    factor: float, total: int, given_up: bool, racing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Steps that fill take so many times what they would take without; no sample comes twice."""
-    model, features, log = Residual().double(), Features("4MB"), tmp_path / "run.jsonl"
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
-    policy = replace(recipes.only("last*", "head*"), cost=on_steady_device)
-    with Session(model, optimizer, classify, policy, cache=features, total_steps=total, log=log) as session:
-
-        def seconds(laps: Laps, span: Any) -> float:
-            return factor * session.profile.cost(session.selection.units, cached=False).seconds
-
-        monkeypatch.setattr(Laps, "seconds", seconds)
-        batch = default_collate([samples(Residual)[n] for n in range(5)])
-        for step in range(10):
-            session.step(batch, ids=range(5 * step, 5 * step + 5))
-        assert session.caches != given_up
-        assert (len(features) == 0) == given_up
-        assert session.why_not.get("cache") == ("filling it takes more than it can save" if given_up else None)
-        state = session.state_dict()
-        session.load_state_dict(state)
-        session.budget = Budget(memory="1GB")
-        session.budget = Budget()
-        session.step(batch, ids=range(1000, 1005))
-        assert session.caches != given_up  # and stays so
-    told = [line["text"] for line in map(json.loads, log.read_text().splitlines()) if line["event"] == "note"]
-    assert ("not cache: filling it takes more than it can save" in told) == given_up
-    assert not any("prefix engine is off" in text for text in told)
 
 
 def test_prices_forget_a_cache_that_a_resumed_run_lacks(tmp_path: Path) -> None:

@@ -109,13 +109,14 @@ class Engine:
         return (own_loop, not has_ids) == (self._is_callers, self._no_ids)
 
     def _pick(self) -> Mode:
-        refused = self._not_captured or self.why_no_capture
+        pays = self._captures_pay or not self._asked.is_auto
+        has_room = not self._memory_is_limited or (self._room and pays)
         mode = pick(
             self._asked,
             cuda=self._cuda,
             caches=self.features is not None and not self._no_ids,
             memory_is_limited=self._memory_is_limited,
-            captures=refused is None and (not self._memory_is_limited or (self._room and self._captures_pay)),
+            captures=has_room and (self._not_captured or self.why_no_capture) is None,
             custom_kernels=self._custom_kernels,
         )
         return Mode(lean=mode.lean) if self._is_callers else mode

@@ -45,7 +45,7 @@ def pick(
     captures: bool = True,
     custom_kernels: bool = False,
 ) -> Mode:
-    """The mode of the coming steps. What the user names is taken as it is; "auto" follows one rule:
+    """The mode of the coming steps. What the user names is taken, captures only where they can be; "auto" follows one rule:
 
     - a cache is the prefix engine's, wherever one was given;
     - where memory is limited: lean, and on CUDA captured if `captures` says that what a captured step holds fits in;
@@ -57,7 +57,7 @@ def pick(
     """
     if not asked.is_auto:
         lean, prefix, graphs = (asked.may(name) for name in NAMES)
-        return Mode(lean, prefix, graphs, cached=caches and prefix)
+        return Mode(lean, prefix, graphs and captures, cached=caches and prefix)
     caches = caches and asked.may("prefix")
     graphs = cuda and captures and asked.may("graphs")
     lean = memory_is_limited and asked.may("lean")
