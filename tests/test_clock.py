@@ -203,4 +203,4 @@ def test_a_lap_that_is_dropped_does_not_count_and_saved_ones_go_on() -> None:
     later = Laps(hand)  # type: ignore[arg-type]
     later.load(laps.peek())
     ran(later, hand, 2.0)
-    assert later.take() == [1.0, 2.0]
+    assert later.read() == [1.0, 2.0]
