@@ -99,8 +99,8 @@ def cycling(every: int = 1, **changes: Any) -> Policy:
     return Policy(*words, head=False, **changes)
 
 
-def by_gain(when: schedule.Schedule, budget: Budget, **signal: Any) -> Policy:
-    return Policy(units.layers(), score.update_gain(**{"cross": False, **signal}), steady, solve.knapsack(), when, budget)
+def by_gain(when: schedule.Schedule, budget: Budget) -> Policy:
+    return Policy(units.layers(), score.update_gain(), steady, solve.knapsack(), when, budget)
 
 
 def flags(model: nn.Module) -> dict[str, bool]:
@@ -717,61 +717,6 @@ def test_what_was_watched_survives_a_stop(tmp_path: Path) -> None:
         changed_at.append(k)
     assert 44 < changed_at[0] < 119
     assert changed_at[0] == changed_at[1]
-
-
-def standing(model: nn.Module) -> torch.optim.Optimizer:
-    """Moves nothing, so that probes can be repeated by hand."""
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def by_norm(every: int, **signal: Any) -> Policy:
-    policy = by_gain(schedule.every(steps=every), Budget(time=0.6))
-    return replace(policy, signal=replace(score.grad_norm(), **signal))
-
-
-def probed_by_hand(policy: Policy, *batches: Batch) -> dict[str, float]:
-    """The mean value of each layer of a fresh chain over these batches."""
-    model = make()
-    layers = [Unit(n, (Part(f"{n}.weight"), Part(f"{n}.bias"))) for n in ("head", *(f"layers.{i}" for i in range(4)))]
-    probes = [score.probe(policy.signal, model, standing(model), classify, batch, layers) for batch in batches]
-    assert all(value > 0 for probe in probes for value in probe.values())
-    return {unit.name: sum(probe[unit] for probe in probes) / len(probes) for unit in layers}
-
-
-@pytest.mark.parametrize("stop", [None, 1, 7])
-def test_several_probes_are_collected_and_averaged(stop: int | None, tmp_path: Path) -> None:
-    def opened() -> Session:
-        model = make()
-        return Session(model, standing(model), classify, policy)
-
-    policy = by_norm(every=4, batches=3)
-    stream, rounds, values = data(10), [], []
-    session = opened()
-    for k, batch in enumerate(stream):
-        if k == stop:  # while probes are being collected
-            session.save(tmp_path / "run.pt")
-            session = opened()
-            session.load(tmp_path / "run.pt")
-        session.step(batch)
-        rounds.append(session.progress.round)
-        values.append(session.selection.values)
-    # At once from one batch, again when three are in; then every four steps, from the next three batches.
-    assert rounds == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2]
-    assert values[0] == pytest.approx(probed_by_hand(policy, stream[0]))
-    assert values[2] == pytest.approx(probed_by_hand(policy, *stream[:3]))
-    assert values[8] == pytest.approx(probed_by_hand(policy, *stream[6:9]))
-
-
-def test_old_values_are_blended_in() -> None:
-    model = make()
-    policy = by_norm(every=1, smooth=0.75)
-    expected: dict[str, float] = {}
-    with Session(model, standing(model), classify, policy) as session:
-        for batch in data(4):
-            session.step(batch)
-            new = probed_by_hand(policy, batch)
-            expected = {name: 0.75 * expected.get(name, value) + 0.25 * value for name, value in new.items()}
-            assert session.selection.values == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------- fit
@@ -1403,27 +1348,6 @@ def test_sparse_gradients_are_probed_and_watched() -> None:
         for _ in range(9):
             session.step(batch)
         assert session.progress.step == 9
-
-
-def test_the_first_values_are_not_counted_twice() -> None:
-    """Two probes weigh the same, though the first one already chose."""
-    worths = iter([8.0, 2.0])
-    now: list[float] = []
-
-    def worth(seen: score.Seen) -> torch.Tensor:
-        if not now or seen.depth == 0:
-            now[:] = [next(worths)]
-        return torch.tensor([now[0]])
-
-    signal = score.Signal("given", worth, needs="nothing", batches=2, smooth=0.5)
-    model = make()
-    policy = replace(by_gain(schedule.once(), Budget(time=1.0)), signal=signal)
-    with Session(model, sgd(model), classify, policy) as session:
-        session.step(data()[0])
-        session.step(data()[1])
-        values = session.selection.values
-    per_param = {name: value / len(unit.parts) for unit in session.units for name, value in values.items() if name == unit.name}
-    assert set(per_param.values()) == {5.0}
 
 
 def test_a_selection_says_itself_in_one_line() -> None:

@@ -1,4 +1,4 @@
-"""When to choose again: `once`, `every`, `growing`, `on_drift`; and `ramp`, a number that moves with progress."""
+"""When to choose again: `once`, `every`, `on_drift`; and `ramp`, a number that moves with progress."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ class Schedule:
     due: Callable[[Progress, Progress, float | None], bool]
     needs_epochs: bool = False
     watches: bool = False
-    comes_due: bool = True  # ever
     lasts: int = 0  # steps: where a run has fewer left, nothing is chosen again
 
 
 def once() -> Schedule:
     """Choose before the first step and never again."""
-    return Schedule("once", lambda now, last, drift: False, comes_due=False)
+    return Schedule("once", lambda now, last, drift: False)
 
 
 def every(steps: int | None = None, epochs: float | None = None, share: float | None = None) -> Schedule:
@@ -56,29 +55,6 @@ def every(steps: int | None = None, epochs: float | None = None, share: float | 
         return now.step - last.step >= max(round(interval * length), 1)
 
     return Schedule(f"every {interval} {'epochs' if share is None else 'of the run'}", due, needs_epochs=share is None)
-
-
-def growing(first: int = 50, factor: int = 20, share: float = 0.15) -> Schedule:
-    """Choose again after `first` steps, and whenever the run is `factor` times as old: often while much changes, seldom later.
-
-    In a run that is known to be short, all of it comes sooner: the first after that `share` of its steps.
-
-    >>> again = growing(50, 8)
-    >>> [step for step in range(1, 4000) if again.due(Progress(step=step), Progress(step=step - 1), None)]
-    [50, 400, 3200]
-    """
-    if first < 1 or factor < 2 or not 0 < share <= 1:
-        raise ValueError(
-            f"growing({first=}, {factor=}, {share=}): after one step at the earliest, at least twice as old, a share up to 1."
-        )
-
-    def due(now: Progress, last: Progress, drift: float | None) -> bool:
-        at = first if now.total_steps is None else max(min(first, round(share * now.total_steps)), 1)
-        while at <= last.step:
-            at *= factor
-        return at <= now.step
-
-    return Schedule(f"at steps {first}, {first * factor}, {first * factor**2}, …", due)
 
 
 def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = None) -> Schedule:

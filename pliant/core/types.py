@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from pliant.core import text as markup
+from pliant.core import text
 
 # ---------------------------------------------------------------- what can be chosen
 
@@ -159,10 +159,10 @@ class Selection:
     def _repr_html_(self) -> str:
         """How a notebook shows it: what was chosen, and what that is worth."""
         known = [name for name in ("seconds", "bytes", "macs") if getattr(self.full, name)]
-        costs = ", ".join(f"{markup.share(self.share(name))} of a full step’s {name}" for name in known)
-        rows = [(unit.name, markup.number(self.values.get(unit.name))) for unit in self.units]
+        costs = ", ".join(f"{text.share(self.share(name))} of a full step’s {name}" for name in known)
+        rows = [(unit.name, text.number(self.values.get(unit.name))) for unit in self.units]
         title = f"Round {self.round}, from step {self.step + 1}: {len(self.units)} of {len(self.values)} units; {costs}"
-        return markup.Table(title, ("unit", "value"), rows).first(20).html()
+        return text.Table(title, ("unit", "value"), rows).first(20).html()
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in ("value", "round", "step")} | {

@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
+from pliant.core.prices import KernelPrices
 from pliant.cost.from_graph import Sizes, Times
-from pliant.graph.backward import Graph, compute_loss, walk, wiring
+from pliant.graph.backward import Graph, Node, compute_loss, walk, wiring
 from pliant.graph.forward_trace import op_name
 from pliant.runtime.batches import Around, Loss
-from pliant.runtime.batchnorm import Norms, in_eights
+from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import LaunchWatch, Watch
-from pliant.runtime.memory import Live
+from pliant.runtime.memory import LiveBytes
 
 _MOST_SLOTS = 3
 _FAR = 2.0  # times as long: what a step waits for is clear
 _LATE = 1.3  # times as long as it took before: what issuing may take
-_ONE_KERNEL = 0.25  # of the way back through a norm that moves: through one at rest, where a captured step runs our own kernel
-_AT_REST = 0.16  # of PyTorch's way back through a norm at rest: the same
 _MARKING = 2e-5  # seconds that a mark of a GPU takes more than one of the clock: about
 
 
 @dataclass
-class Passes:
+class NodeTiming:
     """One graph, and the model that makes it again and again. Runs inside `apply.sandbox`."""
 
     model: nn.Module
@@ -39,8 +38,9 @@ class Passes:
     batch: Any
     graph: Graph
     params: Mapping[str, nn.Parameter]
-    norms: Norms
+    norms: BatchNormModes
     around: Around = nullcontext
+    prices: KernelPrices = field(default_factory=KernelPrices)
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,9 +103,10 @@ class Passes:
             # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
             together = of(everything) if moves else np.maximum(of(everything), at_rest)
             if captured:
-                kernel, served = _ONE_KERNEL * together if moves else _AT_REST * at_rest, self._served()
-                ours = [node.is_batch_norm and node.module in served for node in self.graph.nodes]
-                at_rest = np.where(ours, np.minimum(at_rest, kernel), at_rest)
+                kernel = self.prices.of_batch * together if moves else self.prices.of_running * at_rest
+                served = self._served()
+                custom = [node.is_batch_norm and node.module in served for node in self.graph.nodes]
+                at_rest = np.where(custom, np.minimum(at_rest, kernel), at_rest)
             alone = {
                 (i, node.params[k]): max(float(of(seen)[i] - at_rest[i]), 0.0)
                 for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
@@ -124,14 +125,14 @@ class Passes:
         return steps, times(lambda seen: seen.alone, taken[not moves], taken[True], apart=True, captured=True)
 
     def _served(self) -> set[str]:
-        """The modules whose norms at rest captured steps run in one kernel: channels-last, where there is Triton."""
-        if not self.watch.cuda or find_spec("triton") is None:
+        """The batch norms that captured steps run in a custom kernel while they use running statistics."""
+        if not self.watch.cuda:
             return set()
         found: set[str] = set()
 
         def look(name: str, given: tuple[Any, ...]) -> None:
             x = given[0] if given else None
-            if isinstance(x, torch.Tensor) and in_eights(x):
+            if isinstance(x, torch.Tensor) and self.prices.serves(x):
                 found.add(name)
 
         norms = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
@@ -219,7 +220,7 @@ class Passes:
 
     def sizes(self) -> Sizes:
         """Bytes that live while each node runs, beside what is kept and the gradients of parameters."""
-        meter = Live(self.device)
+        meter = LiveBytes(self.device)
         meter.forget()
         with meter, torch.no_grad():
             self.loss(self.model, self.batch)
@@ -234,7 +235,7 @@ class Passes:
         rise, gradients, seen = [0] * len(live), 0, set()
         if not inputs:
             return rise
-        meter = Live(self.device)
+        meter = LiveBytes(self.device)
 
         def after(i: int) -> None:
             nonlocal gradients
@@ -357,9 +358,10 @@ def _hooked(
 
 
 def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> None:
-    """A norm may be another operation in another mode, and a convolution one of ours; all else must be as it was read."""
-    now = [_alike(op_name(node), inputs) for node, (inputs, _) in zip(live, wiring(live, params), strict=True)]
-    if [_alike(node.op, node.inputs) for node in graph.nodes] != now:
+    """A norm may be another operation in another mode, and a custom autograd function may replace an operation; all else must
+    be as it was read."""
+    wires = [inputs for inputs, _ in wiring(live, params)]
+    if len(graph.nodes) != len(live) or not all(map(_is_same, graph.nodes, live, wires)):
         raise ValueError(
             f"the model's backward graph changes from run to run ({len(graph.nodes)} nodes, then {len(live)}): seconds per "
             f"node would mean nothing. Use dataclasses.replace(policy, cost=measure.counted), or make "
@@ -367,7 +369,11 @@ def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Param
         )
 
 
-def _alike(op: str, inputs: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    if op in ("Convolution", "_Depthwise", "_Pointwise"):
-        return "Convolution", tuple(one for one in inputs if one is not None)
-    return "BatchNorm" if "BatchNorm" in op else op, inputs
+def _is_same(node: Node, live: Any, inputs: tuple[Any, ...]) -> bool:
+    if isinstance(live, BackwardCFunction) and node.op != op_name(live):  # arguments without a gradient may differ
+        return [one for one in node.inputs if one is not None] == [one for one in inputs if one is not None]
+    return _kind(node.op) == _kind(op_name(live)) and node.inputs == inputs
+
+
+def _kind(op: str) -> str:
+    return "BatchNorm" if "BatchNorm" in op else op

@@ -21,9 +21,9 @@ from pliant.cost.from_graph import Array, Sizes, Times
 from pliant.cost.profile import Profile
 from pliant.graph.backward import Graph, compute_loss
 from pliant.runtime.batches import Around, Loss
-from pliant.runtime.batchnorm import Norms
+from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
-from pliant.runtime.memory import Live
+from pliant.runtime.memory import LiveBytes
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 
@@ -33,7 +33,7 @@ _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that
 
 
 @dataclass
-class Trial:
+class StepTiming:
     """Takes steps like the user's, on a scratch optimizer over copies. Runs inside `apply.sandbox`."""
 
     model: nn.Module
@@ -41,7 +41,7 @@ class Trial:
     loss: Loss
     batch: Any
     params: Mapping[str, nn.Parameter]
-    norms: Norms
+    norms: BatchNormModes
     update: Update
     around: Around = nullcontext
     watch: Watch = field(init=False)
@@ -80,7 +80,7 @@ class Trial:
     def peak(self) -> tuple[int, int]:
         """Peak live bytes of a step that trains what is trainable now, and of the forward pass alone."""
         chosen = [name for name, param in self.params.items() if param.requires_grad]
-        live = Live(next(iter(self.params.values())).device)
+        live = LiveBytes(next(iter(self.params.values())).device)
         with live:
             live.forget()
             with torch.no_grad():
@@ -155,7 +155,7 @@ class Trial:
     def plain(self, profile: Profile, repeats: int) -> Cost:
         """What a step of plain training costs, with every mode as it is found."""
         whole = profile.cost([_unit(profile.params)])
-        self.norms = Norms(self.model, "as-is")
+        self.norms = BatchNormModes(self.model, "as-is")
         tries = [self.step(profile.params) for _ in range(repeats)]
         return replace(whole, seconds=self.watch.typical(tries))
 
@@ -295,7 +295,7 @@ def _with_state(
 
 
 def _step_peak(like: torch.optim.Optimizer) -> int:
-    meter = Live(like.param_groups[0]["params"][0].device)
+    meter = LiveBytes(like.param_groups[0]["params"][0].device)
     meter.forget()
     with meter:
         scratch_step(like)

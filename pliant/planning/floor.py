@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pliant.core.budget import RESOURCES, Budget, Progress
+from pliant.core.budget import RESOURCES, Absolute, Budget, Progress
 from pliant.core.errors import BudgetError
 from pliant.core.types import Cost, Unit, match
 from pliant.cost.profile import Profile
@@ -87,7 +87,7 @@ def leaving_room(budget: Budget, profile: Profile) -> Budget:
     if budget.memory is None:
         return budget
 
-    def memory(now: Progress) -> str:
-        return f"{max(budget.limits(profile.full, now)['bytes'] - profile.inference, 1.0)}B"
+    def memory(now: Progress) -> Absolute:
+        return Absolute(max(budget.limits(profile.full, now)["bytes"] - profile.inference, 1.0))
 
     return replace(budget, memory=memory)

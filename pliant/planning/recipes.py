@@ -2,7 +2,7 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | update gain | measured | exact for tempered values, or spread where norms rest; filled up | on drift |
+| `pliant` | layers | update gain | measured | coverage | on drift |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
@@ -32,16 +32,12 @@ from pliant.planning.policy import Policy
 def pliant(
     time: Limit = None, memory: Limit = None, macs: Limit = None, *, when: Schedule | None = None, seed: int = 0
 ) -> Policy:
-    """Ours, and the default: whole layers by their tempered gain, every budget at once on the true graph, again on drift.
-
-    Where norms rest, layers that train are few and reach far (`solve.spread`); where they move, values add up (`solve.milp`).
-    """
-    choose = solve.where_norms_rest(solve.spread(), otherwise=solve.milp(gap=1e-4))
+    """Ours, and the default: whole layers that cover their neighbours, inside every budget at once, chosen again on drift."""
     return Policy(
         units.layers(),
-        score.update_gain(cross=False),
+        score.update_gain(),
         timed,
-        solve.filled(solve.tempered(choose)),
+        solve.coverage(),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
         Budget(time=time, memory=memory, macs=macs),
         seed=seed,
@@ -51,7 +47,7 @@ def pliant(
 
 def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
     """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227."""
-    gain = score.update_gain(cross=False)
+    gain = score.update_gain()
     when = when or schedule.every(epochs=3)
     return Policy(units.tensors(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_trainer")
 
@@ -62,7 +58,7 @@ def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Pe
     Measured seconds hold what low arithmetic intensity costs. With `peaks`, layers are priced for a device that is not at hand:
     by arithmetic where their intensity lies above its ridge, by bandwidth below.
     """
-    gain = score.update_gain(cross=False)
+    gain = score.update_gain()
     when = when or schedule.every(epochs=3)
     cost = timed if peaks is None else modelled(peaks)
     return Policy(units.layers(), gain, cost, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_layers")
@@ -70,7 +66,7 @@ def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Pe
 
 def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
     """ElasticTrainer with compute in place of seconds, for language models. GreenTrainer, ICLR 2024, arXiv 2309.13192."""
-    gain = score.update_gain(cross=False)
+    gain = score.update_gain()
     when = when or schedule.every(epochs=1)
     return Policy(units.tensors(), gain, counted, solve.knapsack(), when, Budget(macs=macs), seed=seed, name="green_trainer")
 

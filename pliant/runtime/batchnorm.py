@@ -27,7 +27,7 @@ def in_eights(values: torch.Tensor) -> bool:
 
 
 @dataclass
-class Norms:
+class BatchNormModes:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
 
     A norm whose parameters are not chosen runs on its running statistics, whatever `model.train()` says. With "auto" so does a

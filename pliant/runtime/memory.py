@@ -47,7 +47,7 @@ def storage(tensor: torch.Tensor) -> tuple[int, int]:
     return memory._cdata, memory.nbytes()
 
 
-class Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations make while it is on, and remembers the peak.
 
     On the CPU it follows every storage from the operation that makes it until it is freed; scratch memory inside a kernel is
@@ -81,7 +81,7 @@ class Live(TorchDispatchMode):
             torch.cuda.reset_peak_memory_stats(self._device)
         self._peak = self._bytes
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> LiveBytes:
         return super().__enter__() if self._device is None else self
 
     def __exit__(self, *error: Any) -> None:
@@ -184,7 +184,7 @@ class StepPeak:
     def __init__(self, device: torch.device, inference: int, before: int, state: Callable[[], int]) -> None:
         self._inference, self._before, self._state = inference, before, state
         self._had, self._passes = state(), 0
-        self._live = Live(device)
+        self._live = LiveBytes(device)
         self._live.forget()
 
     def __enter__(self) -> StepPeak:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from pliant.core.budget import RESOURCES, Budget, Progress
+from pliant.core.budget import RESOURCES, Absolute, Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Part, Selection, Unit
-from pliant.cost.measure import inside, origin, sparing
+from pliant.cost.measure import origin, read_graph, sparing
 from pliant.cost.profile import ChargeKind, Profile
-from pliant.graph.backward import read
+from pliant.engine.kernels.prices import PRICES
 from pliant.planning.floor import in_reach, least_bytes, leaving_room
 from pliant.planning.plan import plan
 from pliant.planning.policy import Policy
-from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.sandbox import sandbox
 from pliant.session.feedback import WITHIN, Feedback, Round
-from pliant.signals.drift import Drift, blend, mean
+from pliant.signals.drift import Drift, latest
 
 Probe = Callable[[int], dict[Unit, float]]
 
@@ -74,15 +73,16 @@ class Choice:
     ) -> None:
         """Measure and name the units, on the first batch. Every parameter must be as the user left it. Forward passes are
         measured inside of `around()`, where the measurement can and whole parameters are chosen."""
-        with sandbox(model):
-            units = self.policy.units(read(model, loss, batch))
+        graph = read_graph(model, loss, batch, norm)
+        units = self.policy.units(graph)
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
             short = self.policy.budget.memory is not None and update.scaler is None
             whole = all(part.dim is None for unit in units for part in unit.parts)
-            cost = inside(self.policy.cost, around) if whole else self.policy.cost
-            cost = sparing(cost) if short else cost
-            self.profile = self._as_run(cost(model, optimizer, loss, batch, update=update, norm=norm))
+            cost = sparing(self.policy.cost) if short else self.policy.cost
+            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES}
+            how["around"] = around if whole else nullcontext
+            self.profile = self._as_run(cost(model, optimizer, loss, batch, **how))
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         self.units = units
@@ -90,16 +90,12 @@ class Choice:
     def next(self, now: Progress, probe: Probe) -> Selection | None:
         """What to change to, or None. `probe(round)` scores every unit on the batch at hand.
 
-        A re-selection takes `signal.batches` probes, one per step; the first selection does not wait for them. A probe that
-        fails ends the attempt: what is in force stays.
+        A probe that fails ends the attempt: what is in force stays.
         """
         if self._pending is not None:
             if self._collected is None and self.selection is not None and self._asks(now):
                 self._collected = []  # what was due now comes with the next batch
             return self._pending
-        if self.selection is None and self.policy.start == "head":
-            self._values = dict.fromkeys(self.units, 0.0)
-            return self._plan(replace(now, round=self._next_round))
         if self.selection is None or (self._collected is None and self._asks(now)):
             self._collected = []
         if self._collected is None:
@@ -109,12 +105,8 @@ class Choice:
         except ProbeError:
             self._collected, self._last = None, self._last if self._is_unscored else now
             raise
-        complete = len(self._collected) >= self.policy.signal.batches
-        if self.selection is not None and not complete:
-            return None
-        self._values = blend(self._settled, mean(self._collected), self.policy.signal.smooth)
-        if complete:
-            self._collected, self._settled = None, self._values
+        self._values = latest(self._settled, self._collected[-1])
+        self._collected, self._settled = None, self._values
         return self._plan(replace(now, round=self._next_round))
 
     def is_due(self, now: Progress) -> bool:
@@ -146,7 +138,7 @@ class Choice:
     @property
     def _is_unscored(self) -> bool:
         """Whether the head alone trains, since nothing was scored yet: there is nothing to correct."""
-        return self.policy.start == "head" and not self._settled
+        return False
 
     def _deciding(self, policy: Policy) -> Policy:
         """The policy that plans: before anything was scored, nothing is chosen but what always is, whatever the solver."""
@@ -258,16 +250,13 @@ class Choice:
             )
         if self.captured:  # steps that hold on to something are let go of meanwhile
             limit += self.profile.inference
-        if self.policy.signal.cross:  # on CUDA, halves are copies
-            limit -= 2 * sum(tensor.nbytes for tensor in batches.tensors(batch) if tensor.is_cuda)
         idle = self.profile.without_optimizer
         signal, size = self.policy.signal, {name: self.profile.param_bytes(name) for name in names}
         if signal.needs == "activation":
             size = {name: self.profile.output_bytes(name) for name in names}
 
         def fits(window: list[str]) -> bool:
-            # Held: gradients of the other half of the batch, or outputs.
-            held = sum(size[name] for name in window) if signal.cross or signal.needs == "activation" else 0
+            held = sum(size[name] for name in window) if signal.needs == "activation" else 0  # outputs
             scoring = _WHILE_SCORED * max(size[name] for name in window)
             return idle.cost([Unit("*", tuple(Part(name) for name in window))]).bytes + held + scoring <= limit
 
@@ -289,7 +278,7 @@ class Choice:
         """Steps of the selection in force took so long; between two corrections so many seconds must pass. `left`: the steps
         that are still to come, where another choice is costly, so that what was saved or overspent is made up for slowly."""
         given = self.policy.budget.time
-        share = not isinstance(given(now) if callable(given) else given, str)
+        share = not isinstance(given(now) if callable(given) else given, str | Absolute)
         self.feedback.see(seconds, self.asked_seconds(now), pays=not callable(given), share=share, pause=pause, left=left)
 
     def wants_bytes(self, batch: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pliant import __version__
-from pliant.core import text as markup
+from pliant.core import text
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
 from pliant.cost.profile import Profile
@@ -69,13 +69,13 @@ def memory(step: int, number: int, asked: Round, measured: int) -> dict[str, Any
 def display(name: str, engine: str, steps: int, rounds: Sequence[Round], selection: Selection | None) -> str:
     """HTML: what was asked, predicted and measured of late, and what is chosen now."""
     if selection is None:
-        return markup.tag("p", f"{name}: nothing is chosen yet; the first step chooses.")
+        return text.tag("p", f"{name}: nothing is chosen yet; the first step chooses.")
     rows = [
-        (str(r.number), str(r.step + 1), str(r.steps), *map(markup.seconds, (r.asked, r.predicted, r.measured)))
+        (str(r.number), str(r.step + 1), str(r.steps), *map(text.seconds, (r.asked, r.predicted, r.measured)))
         for r in rounds[-_SHOWN:]
     ]
     title = f"{name}, {steps} steps on the {engine} engine: time per step"
-    table = markup.Table(title, ("round", "from step", "steps", "asked", "predicted", "measured"), rows)
+    table = text.Table(title, ("round", "from step", "steps", "asked", "predicted", "measured"), rows)
     return table.html() + selection._repr_html_()
 
 

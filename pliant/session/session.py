@@ -26,7 +26,7 @@ from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
-from pliant.runtime.batchnorm import NormRule, Norms
+from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Laps, Pace, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
@@ -119,7 +119,7 @@ class Session:
                 f"Remove it."
             )
         self._found = found(model)
-        self._norms = Norms(model, norm)
+        self._norms = BatchNormModes(model, norm)
         self._undo = Undo(model, optimizer) if undo else None
         self._device = next(iter(self._params.values())).device
         self._laps = Laps(Watch(self._device))

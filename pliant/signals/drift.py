@@ -1,4 +1,4 @@
-"""Values over time: the mean of several probes, the blend of old and new, and how far values have turned."""
+"""Values over time: the latest that are known, and how far they have turned since the last selection."""
 
 from __future__ import annotations
 
@@ -63,20 +63,6 @@ class Drift:
         return out
 
 
-def mean(probes: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
-    """The mean value of each key over several probes; NaN where one of them is."""
-    several = list(probes)
-    return {key: sum(values[key] for values in several) / len(several) for key in several[0]}
-
-
-def blend(old: Mapping[Key, float], new: Mapping[Key, float], smooth: float) -> dict[Key, float]:
-    """`smooth` of the old value and the rest of the new one; where the new one is not a number the old one stays."""
-    out = {}
-    for key, value in new.items():
-        before = old.get(key, math.nan)
-        if not math.isfinite(value):
-            value = before
-        elif math.isfinite(before):
-            value = smooth * before + (1 - smooth) * value
-        out[key] = value
-    return out
+def latest(old: Mapping[Key, float], new: Mapping[Key, float]) -> dict[Key, float]:
+    """The new values; where one is not finite, the old one stays if there is one that is."""
+    return {key: value if math.isfinite(value) else old.get(key, math.nan) for key, value in new.items()}

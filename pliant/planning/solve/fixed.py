@@ -59,51 +59,6 @@ def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None
     return chosen
 
 
-def filled(solver: Solver) -> Solver:
-    """Another solver; and what it leaves of the budget goes to units that it saw no value in, from the loss outwards.
-
-    A gain that is corrected for noise is as often below zero as above it where there is nothing but noise: then it does not say
-    that a unit is better left alone, but nothing at all. A value of exactly 0 does: no gradient arrives there, or none that is
-    a number.
-    """
-
-    def solve(problem: Problem) -> Mask:
-        chosen = solver(problem)
-        if not chosen.any():
-            return chosen  # what to do then is for the caller to say
-        left = np.flatnonzero((problem.values != 0) & ~chosen & problem.allowed)
-        return fill(replace(problem, always=chosen), left.tolist(), stop=False)
-
-    return solve
-
-
-def tempered(solver: Solver, power: float = 0.25) -> Solver:
-    """Another solver, to which values stand nearer to each other: each is raised to a power, and keeps its sign.
-
-    First-order gains of neighbouring layers add up only on paper: what one of them learns, the next need not. To maximise their
-    sum is to spend everything on the few layers with the largest gradients. With the fourth root, a unit that is worth 16 times
-    as much as another counts twice: many that are cheap come before one that is dear.
-    """
-    if not 0 <= power <= 1:
-        raise ValueError(
-            f"tempered(power={power}): from 0, where every unit counts the same, to 1, where values are as they are."
-        )
-
-    def solve(problem: Problem) -> Mask:
-        return solver(replace(problem, values=np.sign(problem.values) * np.abs(problem.values) ** power))
-
-    return solve
-
-
-def where_norms_rest(solver: Solver, otherwise: Solver) -> Solver:
-    """One solver where norms keep their statistics also in what trains (`Session(norm=…)`), another where they move."""
-
-    def solve(problem: Problem) -> Mask:
-        return solver(problem) if problem.norms_rest else otherwise(problem)
-
-    return solve
-
-
 def within_layers(solver: Solver, share: float = 0.25) -> Solver:
     """Layers by another solver, each as its best `share` of channels; then more channels while they fit, of those layers first.
 

@@ -35,7 +35,6 @@ class Problem:
     elements: Array | None = None  # (units,): numbers that train in each, wherever it stands
     macs: Array | None = None  # (units,): of its own gradients, without the way there
     done: float | None = None
-    norms_rest: bool = False  # every norm keeps its statistics, also in what trains
     may: Mask | None = None  # (units,): those that may be chosen; None: all. What may not still has its place and its value
 
     def cost(self, chosen: Mask) -> Array:
