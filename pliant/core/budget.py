@@ -1,4 +1,4 @@
-"""What may be spent: where a run stands, and what one step, or a whole run, may cost."""
+"""Budgets: how far a run has come, and what one step, or a whole run, may cost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pliant.core.types import Cost
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: optimizer steps and selections so far, and what is known of its length.
+    """How far a run has come: optimizer steps and selections so far, and its length where that is known.
 
-    `elapsed` is the time since the session began, everything included; `aside` what passes between two steps (loading,
-    evaluating), on average. Both are seconds by the clock on the wall.
+    `elapsed` is the time since the session began, everything included; `aside` the mean time between two steps (loading,
+    evaluating). Both are seconds of wall time.
     """
 
     step: int = 0
@@ -70,7 +70,7 @@ def _parsed(kind: str, given: Amount) -> float | Absolute:
             raise ValueError(f"{kind}={given!r} is not an amount: write a share like 0.4, or a number with {where}.")
         amount = float(found[1]) * _UNITS[kind][found[2]]
         if amount <= 0:
-            raise ValueError(f"{kind}={given!r} must be more than nothing.")
+            raise ValueError(f"{kind}={given!r} must be more than 0.")
         return Absolute(amount)
     if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < given <= 1:
         raise ValueError(f"{kind}={given!r} is neither a share in (0, 1] of a full step nor a number with {where}.")

@@ -1,4 +1,4 @@
-"""The nouns: what can be chosen, a cost, and what was decided; and the errors.
+"""The nouns: units and their parts, costs, and selections.
 
 Arithmetic and JSON only: nothing here knows about torch, so every decision can be replayed from a file.
 """
@@ -93,7 +93,7 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.macs + other.macs, joules)
 
     def times(self, share: float) -> Cost:
-        """A share of it; bytes and MACs are rounded up, but not for what the last bits of a float add.
+        """A share of it; bytes and MACs are rounded up, unless only the last bits of a float ask for it.
 
         >>> Cost(macs=12 * 72).times(7 / 12).macs, Cost(macs=7).times(0.5).macs, Cost(macs=10**15).times(1.0).macs == 10**15
         (504, 4, True)
@@ -103,12 +103,9 @@ class Cost:
 
 
 def _rounded_up(amount: float) -> int:
-    """The next whole number; one that is missed by the last bits of a float alone is meant."""
+    """The next whole number; a number that the last bits of a float alone exceed is not rounded up."""
     near = round(amount)
     return near if abs(amount - near) <= _LAST_BITS * near else math.ceil(amount)
-
-
-# ---------------------------------------------------------------- files
 
 
 # ---------------------------------------------------------------- what was decided
@@ -118,8 +115,8 @@ def _rounded_up(amount: float) -> int:
 class Selection:
     """What was chosen, and enough to explain it: its cost, the limits it kept, each unit's value, when it was made.
 
-    `limit` is what was planned for; it differs from `asked`, what the budget says, where measured steps corrected it. `value`
-    is the sum over what was chosen for its value, or is always: what only fills up the budget is not in it.
+    `asked` are the limits of the budget; `limit` are those that were planned for, which differ where measured steps corrected
+    them. `value` is the sum over the chosen units of positive value and those that are always chosen.
     """
 
     units: tuple[Unit, ...]

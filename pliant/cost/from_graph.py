@@ -1,4 +1,4 @@
-"""A graph, and what was measured of it → the charges of a `Profile`. Arithmetic only: nothing here runs the model."""
+"""A graph and its measurements → the charges of a `Profile`. Arithmetic only: nothing here runs the model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step: per node with everything asked for, with input gradients alone, and for each parameter at it alone;
-    the forward pass with norms at rest, and what each norm's own work adds to it; the optimizer."""
+    """Seconds of a step: per node with everything asked for, with input gradients alone, and with one parameter's gradient
+    alone; the forward pass with norms on running statistics, what each norm adds on batch statistics; the optimizer."""
 
     everything: Array
     inputs: Array
     alone: Mapping[tuple[int, str], float] = field(default_factory=dict)
     norms: Mapping[int, float] = field(default_factory=dict)
     forward: float = 0.0
-    unseen: float = 0.0  # per node: what no hook sees
+    unseen: float = 0.0  # per node: time outside of the hooks
     fixed: float = 0.0  # optimizer
     per_tensor: float = 0.0
     per_byte: float = 0.0
@@ -64,8 +64,8 @@ def modelled(graph: Graph, seconds: Callable[[int, int], float]) -> Times:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a step beside what is kept: those that live while a node runs (with input gradients alone, and with everything
-    asked for), the optimizer's state of each parameter, and its scratch memory, taken up for all parameters `together` or not.
+    """Bytes of a step beside kept tensors: those that live while a node runs (with input gradients alone, and with everything
+    asked for), the optimizer's state of each parameter, and its scratch memory, for all parameters `together` or one by one.
     """
 
     inputs: Sequence[int]
@@ -89,7 +89,7 @@ class Sizes:
 class _Timeline:
     """The moments of a step: operations of the forward pass that may be its peak, the nodes of backward, the optimizer.
 
-    Before a node for which a checkpoint computes its part again: the operations of that part that may be its peak.
+    Before a node for which a checkpoint recomputes its part: the operations of that part that may be its peak.
     """
 
     forward: Sequence[int]  # operations, the end of the forward pass last
@@ -104,12 +104,12 @@ class _Timeline:
         return self.begin(i) + len(self.again.get(i, ()))
 
     def begin(self, i: int, operation: int = 0) -> int:
-        """When a node begins; with `operation`, when what is computed again for it has come that far."""
+        """When a node begins; with `operation`, when its recomputation has come that far."""
         return len(self.forward) + i + self._before[i] + bisect.bisect_left(self.again.get(i, ()), operation)
 
     @cached_property
     def _before(self) -> list[int]:
-        """How many moments of computing again lie before each node begins."""
+        """How many moments of recomputation come before each node begins."""
         return np.cumsum([0, *(len(self.again.get(i, ())) for i in range(self.nodes))]).tolist()
 
     @property
@@ -133,7 +133,7 @@ def profile(graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any],
     moments = (*(inference[k] for k in peaks), *[0] * (line.end - len(peaks)))
     builder = _Builder(graph, times, sizes, line, accumulate)
 
-    # What is kept stands first, since a charge may only point to later ones. Nodes are pointed to by their number
+    # Kept tensors come first, since a charge may only point to later ones. Nodes are pointed to by their number
     # until it is known where their charges begin.
     first = [*builder.kept(), *builder.again(), *(charge for name in graph.params for charge in builder.param(name, scratch))]
     nodes = [[*builder.node(i), builder.forward(i)] for i in range(len(graph.nodes))]
@@ -171,9 +171,9 @@ class _Builder:
         return out
 
     def again(self) -> list[Charge]:
-        """What checkpoints compute again: what lives during the operations of it that may be its peak, and what is then kept.
+        """Recomputation of checkpoints: bytes that live during its operations that may be its peak, and tensors kept by it.
 
-        Like the forward pass itself: only operations that something chosen lies at or behind keep anything.
+        As in the forward pass, only operations with something chosen at or behind them keep anything.
         """
         out = []
         for part in self.graph.again:
@@ -212,7 +212,7 @@ class _Builder:
         }
 
     def _unpacked(self) -> list[Charge]:
-        """Where the lean engine keeps a mask or small indices, backward sees whole ones in their place for a moment."""
+        """Where the lean engine keeps a mask or small indices, they are unpacked for a moment during backward."""
         out = []
         for i, node in enumerate(self.graph.nodes):
             size = node.made if node.op in MASKS else 8 * node.outputs if node.op.startswith("MaxPool") else 0
@@ -222,7 +222,7 @@ class _Builder:
         return out
 
     def _scales(self) -> list[Charge]:
-        """The lean engine remembers one number per channel of a norm at rest that gradients go through."""
+        """The lean engine keeps one number per channel of a norm on running statistics that gradients pass through."""
         out = []
         for i, node in enumerate(self.graph.nodes):
             if node.is_batch_norm and node.data:
@@ -258,14 +258,14 @@ class _Builder:
 
     @cached_property
     def _first(self) -> dict[str, int]:
-        """The first node that each parameter stands at."""
+        """The first node that uses each parameter."""
         return {name: i for i, node in reversed([*enumerate(self.graph.nodes)]) for name in node.params}
 
     @cached_property
     def _waits_since(self) -> list[int]:
-        """For each node the one from which on the gradient that flows into it waits for it, because a branch runs first.
+        """For each node, the node since which its incoming gradient waits for it, because a branch runs first.
 
-        A sum hands the same gradient to all its branches: it waits only when the branch before is through with it.
+        A sum hands the same gradient to all its branches: it waits only when the branch before has finished with it.
         """
         since = list(range(len(self.graph.nodes)))
         for i, node in enumerate(self.graph.nodes):
@@ -307,7 +307,7 @@ class _Builder:
         return work / work.sum() if work.sum() > 0 else work
 
     def forward(self, i: int) -> Charge:
-        """A node's part of the forward pass, due with the node where all that lies before it comes from a cache."""
+        """A node's part of the forward pass, due with the node where everything before it comes from a cache."""
         node = self.graph.nodes[i]
         cost = Cost(self.times.forward * float(self._forward_shares[i]) * self.accumulate, 0, node.macs * self.accumulate)
         return Charge(ChargeKind.FORWARD, cost, node.params, node.data, node=i, name=_label(node))
@@ -361,7 +361,7 @@ def _label(node: Node) -> str:
 
 
 def _suffix_maxima(inference: Sequence[int]) -> list[int]:
-    """Operations of the forward pass that may be its peak. What is kept only grows, so one that is later and higher tops it."""
+    """Operations that may be the peak of the forward pass. Kept bytes only grow, so an earlier and lower one cannot be."""
     out: list[int] = []
     for k in range(len(inference) - 1, -1, -1):
         if not out or inference[k] > inference[out[-1]]:

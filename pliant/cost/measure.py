@@ -125,7 +125,7 @@ def timed(
         if alone is not None:
             captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
             profile = replace(profile, other_seconds=captured.seconds)
-        if norm == "frozen":  # a plain full step lets norms move
+        if norm == "frozen":  # a plain full step uses batch statistics
             norms.release_()
             profile = replace(profile, plain=trial.plain(profile, repeats))
     return profile
@@ -253,7 +253,7 @@ def peak_bytes(
     """Peak live bytes of a step as the model is now, and of the forward pass alone without gradients. Leaves no trace.
 
     Parameters, buffers and the batch itself do not count; optimizer state does. The difference of the two is what `memory=`
-    limits. On the CPU every tensor is followed, on CUDA the allocator tells.
+    limits. On the CPU every tensor is followed; on CUDA the allocator counts.
     """
     update = (update or Update()).apart()
     params = trainable(model)

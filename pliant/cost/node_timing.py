@@ -24,14 +24,14 @@ from pliant.runtime.clock import LaunchWatch, Watch
 from pliant.runtime.memory import LiveBytes
 
 _MOST_SLOTS = 3
-_FAR = 2.0  # times as long: what a step waits for is clear
-_LATE = 1.3  # times as long as it took before: what issuing may take
-_MARKING = 2e-5  # seconds that a mark of a GPU takes more than one of the clock: about
+_FAR = 2.0  # times as long: then a step clearly waits for the slower one
+_LATE = 1.3  # margin on the time that issuing kernels took before
+_MARKING = 2e-5  # seconds that recording a CUDA event takes longer than reading a clock, about
 
 
 @dataclass
 class NodeTiming:
-    """One graph, and the model that makes it again and again. Runs inside `apply.sandbox`."""
+    """Times every node of one graph, by running the model again and again. Runs inside `sandbox`."""
 
     model: nn.Module
     loss: Loss
@@ -61,8 +61,8 @@ class NodeTiming:
         """Whether a GPU always finds more to do, as far as is known."""
         return self._bound == "gpu"
 
-    def _norms_move(self) -> bool:
-        """Whether the mode of some norm hangs on the choice."""
+    def _modes_differ(self) -> bool:
+        """Whether the mode of some norm depends on the choice."""
         modes = []
         for chosen in ([], list(self.params)):
             self.norms.hold_(self.params, chosen)
@@ -78,16 +78,16 @@ class NodeTiming:
         """
         everything, inputs = (_Fastest(len(self.graph.nodes)) for _ in range(2))
         slots: list[_Fastest | None] = [_Fastest(len(self.graph.nodes)) for _ in self.slots]
-        moves = self._norms_move()
+        differ = self._modes_differ()
         forward: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(repeats):
             value, live, seconds = self._run(self.used)
             forward[True].append(seconds)
             self._see(everything, value, live, self.used)
-            # Where a GPU waits for launches, a node's are shared out evenly, and the GPU alone is looked at closely.
-            for k, slot in enumerate(self.slots) if turn <= repeats // 3 else ():  # fine differences: a rough look will do
+            # Where a GPU waits for launches, a node's time is shared evenly, and the GPU alone is timed closely.
+            for k, slot in enumerate(self.slots) if turn <= repeats // 3 else ():  # fine differences: fewer rounds will do
                 slots[k] = self._see_slot(slots[k], value, live, slot)
-            if moves:
+            if differ:
                 del value, live
                 value, live, seconds = self._run([])
                 forward[False].append(seconds)
@@ -97,32 +97,38 @@ class NodeTiming:
                 break
 
         def times(
-            of: Callable[[_Fastest], NDArray[np.float64]], resting: float, moving: float, apart: bool, captured: bool = False
+            of: Callable[[_Fastest], NDArray[np.float64]],
+            on_running_stats: float,
+            on_batch_stats: float,
+            apart: bool,
+            captured: bool = False,
         ) -> Times:
-            at_rest = of(inputs)
-            # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
-            together = of(everything) if moves else np.maximum(of(everything), at_rest)
+            on_running = of(inputs)
+            # Where modes differ, the two come from different graphs, and a norm on batch statistics may be the cheaper one.
+            together = of(everything) if differ else np.maximum(of(everything), on_running)
             if captured:
-                kernel = self.prices.of_batch * together if moves else self.prices.of_running * at_rest
+                kernel = self.prices.of_batch * together if differ else self.prices.of_running * on_running
                 served = self._served()
                 custom = [node.is_batch_norm and node.module in served for node in self.graph.nodes]
-                at_rest = np.where(custom, np.minimum(at_rest, kernel), at_rest)
+                on_running = np.where(custom, np.minimum(on_running, kernel), on_running)
             alone = {
-                (i, node.params[k]): max(float(of(seen)[i] - at_rest[i]), 0.0)
+                (i, node.params[k]): max(float(of(seen)[i] - on_running[i]), 0.0)
                 for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
                 if seen is not None and apart
                 for i, node in enumerate(self.graph.nodes)
                 if len(node.params) > max(k, 1) and node.params[k] in slot
             }
-            return Times(together, at_rest, alone, self._norm_shares(max(moving - resting, 0.0)), resting)
+            return Times(
+                together, on_running, alone, self._norm_shares(max(on_batch_stats - on_running_stats, 0.0)), on_running_stats
+            )
 
-        taken = {moving: self.watch.typical(forward[moving]) for moving in {not moves, True}}
-        steps = times(lambda seen: seen.seconds, taken[not moves], taken[True], apart=not self.is_bound_by_launches)
+        taken = {moving: self.watch.typical(forward[moving]) for moving in {not differ, True}}
+        steps = times(lambda seen: seen.seconds, taken[not differ], taken[True], apart=not self.is_bound_by_launches)
         if not self.watch.cuda:
             return steps, None
         if not self.is_bound_by_gpu:
             taken = {moving: self._forward_alone(moving, seconds) for moving, seconds in taken.items()}
-        return steps, times(lambda seen: seen.alone, taken[not moves], taken[True], apart=True, captured=True)
+        return steps, times(lambda seen: seen.alone, taken[not differ], taken[True], apart=True, captured=True)
 
     def _served(self) -> set[str]:
         """The batch norms that captured steps run in a custom kernel while they use running statistics."""
@@ -130,13 +136,13 @@ class NodeTiming:
             return set()
         found: set[str] = set()
 
-        def look(name: str, given: tuple[Any, ...]) -> None:
+        def check(name: str, given: tuple[Any, ...]) -> None:
             x = given[0] if given else None
             if isinstance(x, torch.Tensor) and self.prices.serves(x):
                 found.add(name)
 
         norms = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
-        hooks = [one.register_forward_pre_hook(lambda _, given, name=name: look(name, given)) for name, one in norms.items()]
+        hooks = [one.register_forward_pre_hook(lambda _, given, name=name: check(name, given)) for name, one in norms.items()]
         try:
             with torch.no_grad():
                 self.loss(self.model, self.batch)
@@ -148,7 +154,7 @@ class NodeTiming:
         return found
 
     def _forward_alone(self, moving: bool, issued: float) -> float:
-        """Seconds of a GPU for a forward pass (norms moving or at rest) that it finds issued, which takes about so long."""
+        """Seconds of the GPU alone for a forward pass, on batch or running statistics; issuing it takes about `issued`."""
         self.norms.hold_(self.params, self.used if moving else [])
         with torch.no_grad():
             try:
@@ -168,7 +174,7 @@ class NodeTiming:
         return seen
 
     def _norm_shares(self, extra: float) -> dict[int, float]:
-        """What each norm with statistics adds to the forward pass when it moves them, by the size of its output."""
+        """What each norm adds to the forward pass on batch statistics, by the size of its output."""
         outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if n.is_batch_norm or (n.is_norm and n.params)}
         total = sum(outputs.values())
         return {i: extra * size / total for i, size in outputs.items()} if extra and total else {}
@@ -228,7 +234,7 @@ class NodeTiming:
         value, live, _ = self._run(self.used)
         everything = self._node_bytes(value, live, self.used, roots=False)
         inputs = self._node_bytes(value, live, [], roots=True)
-        return Sizes(inputs, everything, {}, inference=alone, norms_move=self._norms_move())
+        return Sizes(inputs, everything, {}, inference=alone, norms_move=self._modes_differ())
 
     def _node_bytes(self, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[int]:
         inputs = self._asked(live, ask, roots)
@@ -272,7 +278,7 @@ class _Fastest:
 def _slots(graph: Graph) -> list[list[str]]:
     """The first, second, … parameters of the nodes that have several, so that a pass can ask for one of each node's.
 
-    A parameter that stands elsewhere at another place (a tied weight) would ask for two: it is left out.
+    A tied weight may have different positions at different nodes; a pass would ask for two then, so it is left out.
     """
     several = [node for node in graph.nodes if len(node.params) > 1]
     places: dict[str, set[int]] = {}
@@ -323,9 +329,9 @@ def _by_node(seconds: Mapping[int, float], nodes: int) -> NDArray[np.float64]:
 
 
 def _lead(issued: Mapping[int, float], computed: Mapping[int, float], before: float = 0.0) -> float:
-    """How long a GPU must be held back so that it finds every node's work issued, even when it is asked for half of it.
+    """How long a GPU must be held back so that every node's work is issued in time, even when half of it is asked for.
 
-    `before`: what the CPU does before it issues the first.
+    `before`: the CPU's time before it issues the first.
     """
     ready, done, lead = _LATE * before, 0.0, 0.0
     for i, seconds in issued.items():

@@ -17,9 +17,9 @@ from pliant.runtime.clock import Watch, device_name
 from pliant.runtime.files import write_aside
 
 Work = Callable[[], object]
-Seconds = Callable[[Work], float]  # runs some work and tells how long it took
+Seconds = Callable[[Work], float]  # runs some work and returns how long it took
 
-_REPEATS = 4  # of each timed work, after one that is not counted; the best one tells the peak
+_REPEATS = 4  # of each timed work, after one that is not counted; the best one is the peak
 _SPEND = 0.5  # seconds: no matmul is begun that would take longer than this with its repeats
 _RISE = 1.02  # a rate that rises by less has stopped rising
 _SIZES = tuple(2**n for n in range(8, 14))
@@ -89,12 +89,12 @@ def measured(seconds: Seconds, device: torch.device, dtype: torch.dtype) -> Peak
     """The peaks of a device by this clock."""
     flops, bandwidth = _matmul_peak(seconds, device, dtype), _copy_peak(seconds, device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was copied is large, and others may need it
+        torch.cuda.empty_cache()  # the copies are large, and others may need the memory
     return Peaks(flops, bandwidth, device_name(device), str(dtype).removeprefix("torch."), torch.get_num_threads())
 
 
 def clock(device: torch.device) -> Seconds:
-    """Runs some work on a device and tells its seconds; a lone CPU thread does not count what others do meanwhile."""
+    """Runs some work on a device and returns its seconds; with one CPU thread, that thread's CPU time."""
     watch = Watch(device)
     return lambda work: watch.time(work)[0]
 

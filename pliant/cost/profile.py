@@ -212,7 +212,7 @@ class Profile:
 
     @cached_property
     def _bits(self) -> dict[str, int]:
-        """A bit for each parameter, so that a number can stand for a set of them."""
+        """A bit for each parameter, so that a number can represent a set of them."""
         return {param: 1 << i for i, param in enumerate(self.params)}
 
     @cached_property
@@ -243,7 +243,7 @@ class Profile:
         return sum(c.cost.bytes for c in self.charges if c.kind is ChargeKind.GRADIENT and c.params == (name,))
 
     def sizes(self, units: tuple[Unit, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What each unit is, wherever it stands: the number of its elements, and the MACs of its own gradients."""
+        """The size of each unit: the number of its elements, and the MACs of its own gradients."""
         if units not in self._sizes:  # as for tables
             self._sizes.clear()
             self._sizes[units] = self._sizes_of(units)
@@ -285,7 +285,7 @@ class Profile:
 
     def table(self, units: tuple[Unit, ...]) -> PriceTable:
         """The charges as arrays over these units, equal rows merged, rows that no unit needs left out."""
-        if units not in self._tables:  # asked for again whenever a plan is corrected
+        if units not in self._tables:  # used again whenever a plan is corrected
             self._tables.clear()
             chosen = [self._pieces(unit.parts) for unit in units]
             self._tables[units] = tabulate(self._priced, self._counts, self.moments, chosen)

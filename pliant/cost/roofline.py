@@ -1,4 +1,4 @@
-"""Where the backward pass of each unit stands against the peaks of a device, in numbers and as a plot."""
+"""The backward pass of each unit against the peaks of a device, in numbers and as a plot."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RooflineRow:
 
 
 def rows(graph: Graph, profile: Profile, units: Iterable[Unit]) -> list[RooflineRow]:
-    """Where the backward pass of each unit stands: its own operations' input gradients and parameters' gradients."""
+    """The backward pass of each unit: input gradients and parameters' gradients of its own operations."""
     out = []
     for unit in units:
         own = set(unit.params)
@@ -121,7 +121,7 @@ class _Chart:
             f"peaks {numbers}, ridge {self.peaks.ridge:.3g} FLOP/byte",
         )
 
-    def tell(self, row: RooflineRow) -> str:
+    def describe(self, row: RooflineRow) -> str:
         placed = f"{_printable(row.name)}: {row.intensity:.3g} FLOP/byte, {row.rate / 1e9:.3g} GFLOP/s"
         return f"{placed}, {row.share(self.peaks):.0%} of the roof, {row.bound(self.peaks)}-bound"
 
@@ -178,7 +178,7 @@ def text_plot(rows: Iterable[RooflineRow], peaks: Peaks, width: int = 72, height
         ticks = ticks.ljust(at) + f"{10.0**power:g}" if at > len(ticks) else ticks
     who, numbers = chart.head()
     body = [f"{labels.get(number, ''):>{margin - 2}} |{''.join(line)}".rstrip() for number, line in enumerate(grid)]
-    units = [f"{letter} {chart.tell(row)}" for letter, row in zip(marks, chart.rows, strict=True)] if legend else []
+    units = [f"{letter} {chart.describe(row)}" for letter, row in zip(marks, chart.rows, strict=True)] if legend else []
     return "\n".join([who, f"GFLOP/s   {numbers}", *body, ticks, "FLOP/byte".rjust(width), *units, *chart.foot(width)])
 
 
@@ -222,6 +222,6 @@ def svg_plot(rows: Iterable[RooflineRow], peaks: Peaks, title: str = "") -> str:
     for row in chart.rows:
         x, y = at(row.intensity, row.rate)
         dot = f'<circle class="{row.bound(peaks)}" cx="{x}" cy="{y}" r="4">'
-        out.append(f"{dot}<title>{html.escape(chart.tell(row))}</title></circle>")
+        out.append(f"{dot}<title>{html.escape(chart.describe(row))}</title></circle>")
     out += [text(left, below + 52 + 16 * number, line) for number, line in enumerate(foot)]
     return "\n".join([*out, "</svg>", ""])

@@ -1,4 +1,4 @@
-"""Whole steps, taken on copies: what the optimizer needs, and whether the parts of a profile add up."""
+"""Whole steps on copies of the parameters: the time of the optimizer, and whether the parts of a profile add up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that
 
 @dataclass
 class StepTiming:
-    """Takes steps like the user's, on a scratch optimizer over copies. Runs inside `apply.sandbox`."""
+    """Times steps like the user's, on a scratch optimizer over copies. Runs inside `sandbox`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -133,10 +133,10 @@ class StepTiming:
         draft = charges.profile(graph, times, sizes, origin)
         rungs = _rungs(graph, draft)
         taken: list[list[float]] = [[] for _ in rungs]
-        for _ in range(1 if self.watch.cuda else repeats):  # a GPU: one look at each will do
+        for _ in range(1 if self.watch.cuda else repeats):  # on a GPU once is enough
             for tries, rung in zip(taken, rungs, strict=True):
                 tries.append(self.step(rung))
-        if not steady:  # what shares are shares of is looked at twice
+        if not steady:  # the full step, which shares refer to, is measured twice
             taken[-1].append(self.step(rungs[-1]))
         for tries, rung in zip(taken, rungs, strict=True):
             if max(tries) > 1.2 * min(tries):  # one of them was much disturbed
@@ -165,8 +165,8 @@ def _unit(names: Collection[str]) -> Unit:
 
 
 def _rungs(graph: Graph, draft: Profile) -> list[set[str]]:
-    """What the whole steps train: the head; the deepest weight beside it; what lies nearest the loss, to half of the cost;
-    everything."""
+    """What the whole steps train: the head; the head and the deepest weight; the layers nearest the loss, up to half of the
+    cost; everything."""
     order = graph.order()
     near = sorted(order, key=lambda name: order[name])
     head, everything = set(draft.head), set(near)

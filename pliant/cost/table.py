@@ -15,7 +15,7 @@ from pliant.cost.charge import Charge, Piece
 class PriceTable:
     """The charges of a profile seen from a list of units: charge j is due when a unit of row j of `needed` is chosen.
 
-    Bytes are by moment: at each of them, `standing` and what is due must fit.
+    Bytes are by moment: at each of them, `standing` and the charges that are due must fit.
     """
 
     needed: NDArray[np.bool_]  # (charges, units); no two rows are equal

@@ -28,11 +28,10 @@ def plan(
 ) -> Selection:
     """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
 
-    A value that is not a number says nothing for its unit; the unit is then chosen only if it always is. A budget below the
-    floor is an error. With a `correction`, seconds are planned for that many times what was asked, or for the floor where that
-    is more: steps that ran slower or faster than predicted are not the user's mistake. `within` are the bytes to plan for in
-    place of those asked, or the floor where that is more, as long as it is within what was asked. A choice that is `near` is
-    changed no more than must be: where it leaves something over it is added to, and where it costs too much it is taken from.
+    A unit whose value is not a number is chosen only if it always is. A budget below the floor is an error. `correction`
+    multiplies the seconds to plan for (never below the floor), since steps may run slower or faster than predicted. `within`
+    are the bytes to plan for, between the floor and what was asked. A choice `near` is changed as little as possible: units
+    are added to it where the budget leaves room, and taken from it where it costs too much.
     Where nothing of it can stay, and for a `Rotating` solver, the choice is a fresh one.
     """
     progress = progress if progress is not None else Progress()
@@ -98,7 +97,7 @@ def plan(
 
 
 def _some_fits(problem: Problem, held: NDArray[np.bool_]) -> bool:
-    """Whether what is always chosen fits or, where nothing is, one of those that are held."""
+    """Whether the units that are always chosen fit or, without any, one of those that are held."""
     if problem.always.any():
         return problem.fits(problem.always)
     return any(problem.fits(np.arange(len(held)) == i) for i in np.flatnonzero(held & problem.reached))
@@ -111,7 +110,7 @@ def _that_cost(table: PriceTable) -> PriceTable:
 
 
 def _rows(table: PriceTable, base: Cost, limit: Mapping[str, float]) -> tuple[Array, Array, tuple[str, ...]]:
-    """The prices of the limited resources, what is left for them beside the forward pass, and which row is which."""
+    """The prices of the limited resources, the limits less the forward pass, and the resource of each row."""
     prices: list[Array] = []
     room: list[float] = []
     resource: list[str] = []

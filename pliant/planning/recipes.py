@@ -8,7 +8,7 @@
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
 | `tinytrain` | channels | Fisher potential | bytes, backward MACs | layers by their score, then channels; or exact | once |
 | `freeze_out` | layers | – | MACs (no budget: nothing needs timing) | layers leave, from the input on | every 0.01 of the run |
-| `lisa` | blocks | – | as above | a few by lot, both ends always | every k steps |
+| `lisa` | blocks | – | as above | a few at random, both ends always | every k steps |
 | `badam` | blocks | – | as above | one after another | every k steps |
 | `last` `random` | layers | – | measured seconds | inside the budget | once, or every k steps |
 | `full` `head` `bias` `norm` `only` | tensors | – | as above | fixed | once |
@@ -109,10 +109,10 @@ def freeze_out(start: float = 0.8, *, cubed: bool = True, when: Schedule | None 
 
 
 def lisa(layers: int = 2, steps: int = 20, *, seed: int = 0) -> Policy:
-    """Embedding and head always, and a few blocks between them by lot, drawn again every so many steps. LISA, arXiv 2403.17919.
+    """Embedding and head always, and a few random blocks between them, re-drawn every `steps` steps. LISA, arXiv 2403.17919.
 
-    The embedding is the unit furthest from the loss. Where other parts outside of the blocks shall never freeze either, name
-    them: `replace(lisa(), always=("model.norm",))`. A model with fewer than `layers` blocks in between trains all of them.
+    The embedding is the unit furthest from the loss. Name other parts that must never freeze:
+    `replace(lisa(), always=("model.norm",))`. A model with fewer than `layers` blocks in between trains all of them.
     """
     solver, when = solve.with_ends(solve.sample(layers)), schedule.every(steps=steps)
     return Policy(units.blocks(), score.nearness(), counted, solver, when, state="drop", seed=seed, name="lisa")
@@ -125,10 +125,10 @@ def badam(
     head: bool = False,
     seed: int = 0,
 ) -> Policy:
-    """One block at a time for so many steps; the optimizer forgets a block that is left. BAdam, arXiv 2404.02827.
+    """One block at a time, for `steps` steps; its optimizer state is dropped afterwards. BAdam, arXiv 2404.02827.
 
-    Blocks take turns from the loss outwards ("descending"), from the input on ("ascending"), or in another "random" order each
-    time around. The head is a block like any other; with `head` it always trains: for a new one that does not come first.
+    Blocks come in order: from the loss to the input ("descending"), from the input on ("ascending"), or in a new
+    "random" order each time around. The head is a block like any other; with `head` it always trains.
     """
     solver, when = solve.cycle(order=order), schedule.every(steps=steps)
     return Policy(units.blocks(), score.nearness(), counted, solver, when, head=head, state="drop", seed=seed, name="badam")
@@ -168,6 +168,6 @@ def last(time: Limit = 0.5) -> Policy:
 
 
 def random(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
-    """Layers by lot inside the budget, drawn again each round: the other baseline."""
+    """Random layers inside the budget, re-drawn each round: the other baseline."""
     when = when or schedule.every(steps=100)
     return Policy(units.layers(), score.random(), timed, solve.sample(), when, Budget(time=time), seed=seed, name="random")

@@ -1,4 +1,4 @@
-"""Which norms move: those with running statistics take the batch's own, or rest on what they have learned."""
+"""Modes of batch norms: each uses the statistics of the batch, or its running statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORGOTTEN = 0.01  # of what running statistics began with
 
 
 def in_eights(values: torch.Tensor) -> bool:
-    """Images that lie channels-last in memory, and whose channels come in eights: what a kernel for a norm at rest takes."""
+    """Whether images are channels-last in memory, with a multiple of eight channels: inputs of the custom norm kernel."""
     is_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
     return is_last and values.shape[1] % 8 == 0
 

@@ -15,8 +15,8 @@ class Drift:
     A single unit cannot turn; there it is the relative change of its value.
     """
 
-    every = 4  # steps between two looks: reading numbers off a GPU waits for it
-    settle, keep = 4, 0.8  # looks that make the first mean; share of the old in the moving one
+    every = 4  # steps between two readings: reading numbers off a GPU waits for it
+    settle, keep = 4, 0.8  # readings that make the first mean; share of the old in the moving one
 
     def __init__(self) -> None:
         self.count = 0
@@ -24,7 +24,7 @@ class Drift:
         self.now: dict[str, float] = {}
 
     def see(self, values: Mapping[str, float]) -> None:
-        """Take in the values of one look; a step without gradients, or with one that is not finite, says nothing."""
+        """Add the values of one reading; a step without gradients, or with one that is not finite, does not count."""
         if not values or not all(math.isfinite(v) for v in values.values()):
             return
         self.count += 1

@@ -86,10 +86,10 @@ def probe(
 
 
 def watch(params: Mapping[str, torch.Tensor], units: Sequence[Unit]) -> dict[str, float]:
-    """Σ g² of each unit from the gradients that stand on its parameters now: nothing runs but one norm over all of them.
+    """Σ g² of each unit from the gradients that its parameters hold now: nothing runs but one norm over all of them.
 
-    This is what values are watched by between probes; for plain SGD it is the update gain itself, but for the learning
-    rate. Empty where there is no gradient.
+    Drift is measured with it between probes; for plain SGD it is the update gain divided by the learning rate. Empty where
+    there is no gradient.
     """
     grads = {name: params[name].grad for unit in units for name in unit.params}
     there = {name: grad for name, grad in grads.items() if grad is not None}
@@ -130,7 +130,7 @@ class _Tally:
 
 
 def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
-    """The worth of a slice. What is not told apart along its dimension is spread evenly."""
+    """The worth of a slice. A worth without that dimension is spread evenly."""
     if part.dim is None or part.index is None:
         return worth.sum()
     if worth.shape == shape:

@@ -1,4 +1,4 @@
-"""One unit after another by some order, or always the same ones."""
+"""Units one by one in some order, or always the same ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def greedy(by: str = "value", stop: bool = False) -> Solver:
 
     `by` says in which order: falling "value", falling "ratio" of value to price, falling "score" of value to size, or "order",
     from the loss outwards. The score is TinyTrain's: value / ((elements / most elements) · (MACs / most MACs)) of the unit by
-    itself, whatever way lies between it and the loss. arXiv 2307.09988.
+    itself, whatever its distance from the loss. arXiv 2307.09988.
     """
     if by not in ("value", "ratio", "score", "order"):
         raise ValueError(f"greedy(by={by!r}): choose 'value', 'ratio', 'score' or 'order'.")
@@ -62,7 +62,7 @@ def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None
 def within_layers(solver: Solver, share: float = 0.25) -> Solver:
     """Layers by another solver, each as its best `share` of channels; then more channels while they fit, of those layers first.
 
-    Units of one layer are those whose names agree up to a bracket ("layer[out 0:8]"); others stand for themselves.
+    Units of one layer are those whose names agree up to a bracket ("layer[out 0:8]"); others are layers of their own.
     """
     if not 0 < share <= 1:
         raise ValueError(f"within_layers(share={share}): more than 0, at most 1.")
@@ -105,12 +105,12 @@ def _by_layer(sizes: Array | None, layers: dict[str, list[int]]) -> Array | None
 
 
 def _members(problem: Problem, units: list[int], best: list[int]) -> list[int]:
-    """What stands for a layer: what is always chosen of it, else its best channels."""
+    """The units that represent a layer: those of it that are always chosen, else its best channels."""
     return [i for i in units if problem.always[i]] or best
 
 
 def fixed(*globs: str) -> Solver:
-    """Always the units whose names match; budgets are not looked at here (a choice over its budget is still refused)."""
+    """Always the units whose names match; budgets are ignored here (a choice over its budget is still refused)."""
 
     def solve(problem: Problem) -> Mask:
         chosen = problem.always.copy()

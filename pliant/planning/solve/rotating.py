@@ -63,7 +63,7 @@ def cycle(k: int = 1, order: str = "descending") -> Solver:
 
 
 def with_ends(solver: Solver) -> Solver:
-    """Another solver, for what lies between: the unit nearest the loss and the one furthest from it are chosen in any case."""
+    """Another solver for all units but two: the one nearest the loss and the one furthest from it are always chosen."""
 
     def solve(problem: Problem) -> Mask:
         always, reached = problem.always.copy(), np.flatnonzero(problem.reached)
