@@ -9,41 +9,16 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pliant.core.types import Cost
 from pliant.cost.charge import Charge, ChargeKind
+from pliant.cost.measurements import Array, Sizes, Times
 from pliant.cost.profile import Profile
 from pliant.graph.backward import BIAS, Graph, Node
-from pliant.graph.forward_trace import CARRIERS, MASKS, Saves
+from pliant.graph.forward_trace import MASKS, Saves
 
 PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
 _ATTENTION = 2.5  # backward of fused attention: dQ, dK, dV, dP and the scores once more, against two products forward
-
-Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a step: per node with everything asked for, with input gradients alone, and with one parameter's gradient
-    alone; the forward pass with norms on running statistics, what each norm adds on batch statistics; the optimizer."""
-
-    everything: Array
-    inputs: Array
-    alone: Mapping[tuple[int, str], float] = field(default_factory=dict)
-    norms: Mapping[int, float] = field(default_factory=dict)
-    forward: float = 0.0
-    unseen: float = 0.0  # per node: time outside of the hooks
-    fixed: float = 0.0  # optimizer
-    per_tensor: float = 0.0
-    per_byte: float = 0.0
-
-    def with_update(self, fixed: float, per_tensor: float, per_byte: float) -> Times:
-        return replace(self, fixed=fixed, per_tensor=per_tensor, per_byte=per_byte)
-
-    @classmethod
-    def none(cls, graph: Graph) -> Times:
-        return cls(np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes)))
 
 
 def modelled(graph: Graph, seconds: Callable[[int, int], float]) -> Times:
@@ -60,29 +35,6 @@ def modelled(graph: Graph, seconds: Callable[[int, int], float]) -> Times:
             alone[i, param] = seconds(node.macs if _gradient_macs(node, param) == node.macs else 0, node.moved)
         everything[i] = inputs[i] + max([alone[i, param] for param in node.params], default=0.0)
     return Times(everything, inputs, alone, forward=forward)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of a step beside kept tensors: those that live while a node runs (with input gradients alone, and with everything
-    asked for), the optimizer's state of each parameter, and its scratch memory, for all parameters `together` or one by one.
-    """
-
-    inputs: Sequence[int]
-    everything: Sequence[int]
-    state: Mapping[str, int]
-    scratch: Mapping[str, int] = field(default_factory=dict)
-    together: bool = False
-    inference: int = 0  # the peak of the forward pass alone
-    norms_move: bool = True  # whether a batch norm keeps statistics of the batch just when it is chosen
-
-    @classmethod
-    def counted(cls, graph: Graph, state: Mapping[str, int], norms_move: bool = True) -> Sizes:
-        """From shapes: a node's output gradient and its input gradients live while it runs; views take nothing."""
-        flow = [
-            0 if node.op in CARRIERS else max(node.moved - sum(graph.params[p] for p in node.params), 0) for node in graph.nodes
-        ]
-        return cls(flow, flow, state, norms_move=norms_move)
 
 
 @dataclass(frozen=True)
@@ -198,7 +150,7 @@ class _Builder:
             for storage, size, favoured in several:
                 size, params, nodes, _ = found.get(storage, (size, [], [], i))
                 waiting = i if favoured is None else node.inputs[favoured]
-                if self._is_statistics(node, size) or (lean and self._moves_when_chosen(node)):
+                if self._is_statistics(node, size) or (lean and self._differs_when_chosen(node)):
                     params.extend(node.params)
                 elif isinstance(waiting, str):
                     params.append(waiting)
@@ -230,14 +182,14 @@ class _Builder:
                 out.append(Charge(ChargeKind.NODE, Cost(bytes=size), (), node.data, None, True, i, _label(node)))
         return out
 
-    def _moves_when_chosen(self, node: Node) -> bool:
-        """Whether a batch norm runs on the batch's own statistics, and keeps its input, just when it is chosen."""
-        return self.sizes.norms_move and node.is_batch_norm
+    def _differs_when_chosen(self, node: Node) -> bool:
+        """Whether a batch norm uses batch statistics, and keeps its input, only when it is chosen."""
+        return self.sizes.norms_differ and node.is_batch_norm
 
     def _is_statistics(self, node: Node, size: int) -> bool:
-        """Whether a batch norm keeps this only while it runs on the batch's own statistics: one number per channel."""
+        """Whether a batch norm keeps this only while it uses batch statistics: one number per channel."""
         own = max((self.graph.params[name] for name in node.params), default=0)
-        return self.sizes.norms_move and node.is_batch_norm and size <= own
+        return self.sizes.norms_differ and node.is_batch_norm and size <= own
 
     def param(self, name: str, scratch: Sequence[Sequence[str]]) -> list[Charge]:
         """A parameter's own charges: its optimizer state, its gradient, the optimizer's scratch memory."""

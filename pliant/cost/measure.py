@@ -19,7 +19,7 @@ from torch import nn
 from pliant.core.prices import KernelPrices
 from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
-from pliant.cost.from_graph import Sizes, Times
+from pliant.cost.measurements import Sizes, Times
 from pliant.cost.node_timing import NodeTiming
 from pliant.cost.peaks import Peaks, roof_seconds
 from pliant.cost.profile import Profile
@@ -185,7 +185,7 @@ def _from_shapes(
     params = trainable(model)
     norm = _settled(model, loss, batch, norm)
     graph = graph or read_graph(model, loss, batch, norm)
-    sizes = Sizes.counted(graph, state_sizes(optimizer, params), norms_move=norm == "chosen")
+    sizes = Sizes.counted(graph, state_sizes(optimizer, params), norms_differ=norm == "chosen")
     where = _taken({**origin(model, batch, update, norm), **there})
     return charges.profile(graph, times(graph, sizes), sizes, where, update.accumulate)
 

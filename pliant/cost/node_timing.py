@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from pliant.core.prices import KernelPrices
-from pliant.cost.from_graph import Sizes, Times
+from pliant.cost.measurements import Sizes, Times
 from pliant.graph.backward import Graph, Node, compute_loss, walk, wiring
 from pliant.graph.forward_trace import op_name
 from pliant.runtime.batches import Around, Loss
@@ -234,7 +234,7 @@ class NodeTiming:
         value, live, _ = self._run(self.used)
         everything = self._node_bytes(value, live, self.used, roots=False)
         inputs = self._node_bytes(value, live, [], roots=True)
-        return Sizes(inputs, everything, {}, inference=alone, norms_move=self._modes_differ())
+        return Sizes(inputs, everything, {}, inference=alone, norms_differ=self._modes_differ())
 
     def _node_bytes(self, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[int]:
         inputs = self._asked(live, ask, roots)

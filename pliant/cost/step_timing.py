@@ -17,7 +17,7 @@ from torch import nn
 from pliant.core.types import Cost, Part, Unit
 from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
-from pliant.cost.from_graph import Array, Sizes, Times
+from pliant.cost.measurements import Array, Sizes, Times
 from pliant.cost.profile import Profile
 from pliant.graph.backward import Graph, compute_loss
 from pliant.runtime.batches import Around, Loss
