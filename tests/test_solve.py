@@ -185,7 +185,6 @@ SOLVERS = {
     "milp": milp(),
     "milp, one node": milp(nodes=1),
     "greedy": greedy(),
-    "greedy by ratio": greedy("ratio"),
     "greedy in order": greedy("order", stop=True),
     "sample": sample(),
     "sample three": sample(3),
@@ -254,7 +253,7 @@ def test_what_two_units_share_is_not_on_the_way_of_the_others() -> None:
 # ---------------------------------------------------------------- everything of positive value
 
 
-@pytest.mark.parametrize("solver", [knapsack(), knapsack(10), milp(), greedy(), greedy("ratio"), coverage(), coverage(0)])
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(10), milp(), greedy(), coverage(), coverage(0)])
 @pytest.mark.parametrize("units", [5, 20])
 def test_a_full_budget_chooses_everything_of_positive_value(units: int, solver: Solver) -> None:
     for seed in range(5):
@@ -422,10 +421,9 @@ def plain(limit: float, **more: int) -> Problem:
     return problem([1, 9, 4, 6, -2], np.eye(5), [[1, 9, 1, 3, 1]], [limit], **more)
 
 
-def test_greedy_goes_by_value_or_ratio_or_order() -> None:
+def test_greedy_goes_by_value_or_order() -> None:
     assert names(plain(9), greedy()(plain(9))) == "b"
-    assert names(plain(9), greedy("ratio")(plain(9))) == "acd"
-    assert names(plain(9), greedy("order")(plain(9))) == "acde", "in order, values are not looked at"
+    assert names(plain(9), greedy("order")(plain(9))) == "acde", "in order, values do not count"
 
 
 def test_greedy_can_stop_at_the_first_that_does_not_fit() -> None:
@@ -435,7 +433,7 @@ def test_greedy_can_stop_at_the_first_that_does_not_fit() -> None:
 
 
 def test_greedy_refuses_an_unknown_order() -> None:
-    with pytest.raises(ValueError, match=r"greedy\(by='size'\): choose 'value', 'ratio', 'score' or 'order'"):
+    with pytest.raises(ValueError, match=r"greedy\(by='size'\): choose 'value', 'score' or 'order'"):
         greedy("size")
 
 

@@ -13,21 +13,17 @@ from pliant.planning.solve.problem import Array, Mask, Problem, Solver
 def greedy(by: str = "value", stop: bool = False) -> Solver:
     """Take units one by one as long as they fit; `stop` at the first that does not.
 
-    `by` says in which order: falling "value", falling "ratio" of value to price, falling "score" of value to size, or "order",
-    from the loss outwards. The score is TinyTrain's: value / ((elements / most elements) · (MACs / most MACs)) of the unit by
+    `by` says in which order: falling "value", falling "score" of value to size, or "order", from the loss to the
+    input. The score is TinyTrain's: value / ((elements / most elements) · (MACs / most MACs)) of the unit by
     itself, whatever its distance from the loss. arXiv 2307.09988.
     """
-    if by not in ("value", "ratio", "score", "order"):
-        raise ValueError(f"greedy(by={by!r}): choose 'value', 'ratio', 'score' or 'order'.")
+    if by not in ("value", "score", "order"):
+        raise ValueError(f"greedy(by={by!r}): choose 'value', 'score' or 'order'.")
 
     def solve(problem: Problem) -> Mask:
         if by == "order":
             return fill(problem, [int(i) for i in np.flatnonzero(~problem.always & problem.allowed)], stop)
         keys = problem.values
-        if by == "ratio":
-            limited = np.isfinite(problem.limits) & (problem.limits > 0)
-            alone = np.array([problem.cost(_only(problem, i)) for i in range(len(keys))])[:, limited]
-            keys = keys / np.maximum((alone / problem.limits[limited]).sum(axis=1), 1e-12)
         if by == "score":
             if problem.elements is None or problem.macs is None:
                 raise ValueError("greedy(by='score') needs to know how large units are: give Problem elements and macs.")
@@ -36,12 +32,6 @@ def greedy(by: str = "value", stop: bool = False) -> Solver:
         return fill(problem, sorted((int(i) for i in problem.free), key=lambda i: -keys[i]), stop)
 
     return solve
-
-
-def _only(problem: Problem, unit: int) -> Mask:
-    mask = np.zeros(len(problem.names), bool)
-    mask[unit] = True
-    return mask
 
 
 def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None) -> Mask:
