@@ -279,11 +279,11 @@ def test_a_budget_below_the_floor_is_refused_at_first_and_planned_for_the_floor_
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_taken_from_a_choice_leaves_the_others_where_they_are(seed: int) -> None:
-    """What stays stands for what is not chosen, too, and is as far away from each other as it was."""
+    """The units that stay count for the others too, and are as far from each other as they were."""
     rng = np.random.default_rng(seed)
     profile = chain_profile(rng.uniform(0.2, 1, 14).tolist(), rng.uniform(0.2, 1, 13).tolist())
     values = dict(zip(units(14), rng.uniform(1, 2, 14).tolist(), strict=True))
-    wide = policy(coverage(), budget=Budget(time=0.5))
+    wide = policy(coverage(power=1), budget=Budget(time=0.5))
     near = plan(wide, profile, values).units
     fewer = plan(replace(wide, budget=Budget(time=0.42)), profile, values, near=near)
     assert set(fewer.units) < set(near)
