@@ -43,7 +43,7 @@ from training import clock
 
 from pliant import Policy, Session, Unit, measure, recipes, schedule, units
 from pliant.graph.backward import read, trainable
-from pliant.runtime.batchnorm import Norms
+from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.sandbox import sandbox
 from pliant.runtime.trainable import apply_
 
@@ -67,7 +67,7 @@ class Step:
     def __init__(self, model: torch.nn.Module, batch: Any, device: str) -> None:
         self.model, self.batch, self.cuda = model, batch, device == "cuda"
         self.optimizer = sgd(model)
-        self.params, self.norms = trainable(model), Norms(model, "chosen")
+        self.params, self.norms = trainable(model), BatchNormModes(model, "chosen")
 
     def clock(self) -> float:
         return clock("cuda" if self.cuda else "cpu")

@@ -24,7 +24,6 @@ import copy
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from training import accuracy, clock
 
-from pliant import Policy, Session, measure, recipes, schedule, score
+from pliant import Policy, Session, measure, recipes, schedule
 from pliant.apps import data
 from pliant.apps.models import efficientnet_lite0
 
@@ -44,9 +43,6 @@ METHODS: dict[str, Callable[[float], Policy] | None] = {
     PLAIN: None,
     PLAIN_FROZEN_NORMS: None,
     "pliant": lambda time: recipes.pliant(time=time),
-    "pliant, gain corrected for noise": lambda time: replace(
-        recipes.pliant(time=time), signal=score.update_gain(cross=True, batches=2, smooth=0.5)
-    ),
     "elastic_layers": lambda time: recipes.elastic_layers(time=time, when=AGAIN),
     "elastic_trainer": lambda time: recipes.elastic_trainer(time=time, when=AGAIN),
     "last": lambda time: recipes.last(time=time),

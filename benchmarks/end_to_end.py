@@ -44,7 +44,7 @@ from pliant.apps import data
 from pliant.apps.models import efficientnet_lite0
 from pliant.engine.prefix.feature_cache import Features
 from pliant.graph.backward import trainable
-from pliant.runtime.batchnorm import Norms
+from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
 from pliant.runtime.trainable import apply_
 
@@ -72,7 +72,7 @@ def sgd(model: nn.Module, lr: float) -> torch.optim.SGD:
 def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, chosen: Sequence[str]) -> Callable[..., torch.Tensor]:
     params = trainable(model)
     apply_(params, optimizer, chosen)
-    Norms(model, "chosen").hold_(params, chosen)
+    BatchNormModes(model, "chosen").hold_(params, chosen)
 
     def step(batch: Any, ids: Any = None) -> torch.Tensor:
         optimizer.zero_grad()

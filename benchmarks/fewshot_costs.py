@@ -40,7 +40,7 @@ from pliant import Policy, energy
 from pliant.apps import fewshot
 from pliant.apps.data import images
 from pliant.apps.fewshot.views import Views
-from pliant.runtime.memory import Live
+from pliant.runtime.memory import LiveBytes
 
 QUICK = ("full", "bias", "tinytrain, exact")
 CACHED = {"engine": "prefix", "cache": "1GB"}
@@ -91,7 +91,7 @@ def cost_cell(backbone: str, method: str) -> dict[str, Any]:
     model = fewshot.Prototypes(copy.deepcopy(net)).eval()
     views = Views(support, 1, net.norm)
     model.fit_(((x, y) for x, y, _ in views), len(support.classes))
-    with Live(CPU) as alone, torch.no_grad():
+    with LiveBytes(CPU) as alone, torch.no_grad():
         model(next(iter(views))[0])
     macs = []
     with Macs() as counter, torch.no_grad():
@@ -102,7 +102,7 @@ def cost_cell(backbone: str, method: str) -> dict[str, Any]:
             adapt(copy.deepcopy(net), support, policy, steps)
         macs.append(counter.total)
     spare = copy.deepcopy(net)
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         adapted = adapt(spare, support, policy, 2)
     per_image = (macs[1] - macs[0]) / len(support) - 2 * forward  # a prototype and a loss
     return {

@@ -55,8 +55,8 @@ from pliant.engine.lean.lean import Lean
 from pliant.engine.lean.places import Places
 from pliant.engine.slices.slices import Slices
 from pliant.graph.backward import Graph, read, trainable
-from pliant.runtime.batchnorm import NormRule, Norms
-from pliant.runtime.memory import Live, storage
+from pliant.runtime.batchnorm import BatchNormModes, NormRule
+from pliant.runtime.memory import LiveBytes, storage
 from pliant.runtime.sandbox import sandbox
 
 QUICK = ("mobilenet_v2_0.35", "mcunet")
@@ -123,7 +123,7 @@ def plain(model: nn.Module, chosen: Collection[str], norm: NormRule) -> Forward:
     params = trainable(model)
     for name, param in params.items():
         param.requires_grad_(name in chosen)
-    Norms(model, norm).hold_(params, chosen)
+    BatchNormModes(model, norm).hold_(params, chosen)
     return partial(nets.loss, model)
 
 
@@ -204,7 +204,7 @@ class Run:
     def measured(self) -> dict[str, Any]:
         """Bytes kept, the peak, the optimizer's state; and the seconds that it took to see, which are not its own."""
         gc.collect()
-        with Live(torch.device(self.device)) as live:
+        with LiveBytes(torch.device(self.device)) as live:
             self.step()  # makes the optimizer's state
             start = clock(self.device)
             self.zero_grad()
@@ -234,7 +234,7 @@ def inference_peak(model: nn.Module, batch: Any, device: str) -> tuple[int, int]
     """Of every tensor followed, and as the allocator reports it."""
     with sandbox(model), torch.no_grad():
         model.eval()
-        with Live(torch.device(device)) as live:
+        with LiveBytes(torch.device(device)) as live:
             live.forget()
             nets.loss(model, batch)
             peak = live.peak
@@ -347,7 +347,7 @@ def limited(name: str, size: int, limit: str, chooser: str, setting: dict[str, A
     try:
         with (
             Session(model, optimizer, nets.loss, CHOOSERS[chooser](limit), undo=False) as session,
-            Live(torch.device(device)) as live,
+            LiveBytes(torch.device(device)) as live,
         ):
             session.step(batch)  # reads the graph too, which the limit does not hold for
             session.optimizer = optimizer  # probes again

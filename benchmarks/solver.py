@@ -1,5 +1,5 @@
 """How fast the solvers are and how good their answers: `knapsack` against `milp` and against a bound that nothing can beat,
-`spread` against the bound of a mixed-integer program.
+`coverage` against the bound of a mixed-integer program.
 
     python benchmarks/solver.py           # some four minutes on one CPU thread
     python benchmarks/solver.py --quick   # some twenty seconds: fewer instances, smaller programs
@@ -34,11 +34,11 @@ from scipy.optimize import Bounds, LinearConstraint
 from scipy.optimize import milp as program
 from scipy.sparse import coo_array, csr_array, hstack, vstack
 
-from pliant.planning.solve import Problem, Solver, knapsack, milp, spread
+from pliant.planning.solve import Problem, Solver, coverage, knapsack, milp
 
 SECONDS, SHARE = 0.020, 0.992  # what is accepted
 SHARES = (0.1, 0.3, 0.5, 0.8)  # of what choosing everything costs
-ALIKE = 0.8  # the usual one of `spread`
+ALIKE = 0.8  # the usual discount of `coverage`
 
 
 # ---------------------------------------------------------------- instances
@@ -210,16 +210,16 @@ def graphs(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def spreads(quick: bool) -> Iterator[dict[str, Any]]:
-    """How long `spread` takes as problems grow, and how near it is to the best where that can be told in some seconds."""
+    """How long `coverage` takes as problems grow, and how near it is to the best where that can be told in some seconds."""
     for make in (residual,) if quick else (even, residual, two_budgets):
         for units in (50,) if quick else (50, 100, 200, 400):
             for seed, share, problem in instances(make, units, 1 if quick else 2, SHARES[1:3]):
-                problem = replace(problem, values=problem.values**0.25)  # as `tempered` hands them on
                 start = time.thread_time()
-                chosen = spread(ALIKE)(problem)
+                chosen = coverage(ALIKE)(problem)
                 seconds = time.thread_time() - start
                 if not problem.fits(chosen):
                     raise SystemExit("a choice is over its limit")
+                problem = replace(problem, values=problem.values**0.25)  # as `coverage` counts them
                 counts = standing(problem)
                 cell = {
                     "part": "spread",
@@ -241,7 +241,7 @@ def standing(problem: Problem) -> np.ndarray:
 
 
 def spread_bound(problem: Problem, counts: np.ndarray) -> float:
-    """No choice is worth more to `spread`: units x, charges y ≥ x, and who stands for whom, z ≤ x, one for each."""
+    """No choice is worth more to `coverage`: units x, charges y ≥ x, and who stands for whom, z ≤ x, one for each."""
     n, m = len(problem.names), len(problem.needed)
     of, by = (one.ravel() for one in np.indices((n, n)))
     pairs, k = n * n, np.arange(n * n)
@@ -314,7 +314,7 @@ def table(cells: list[dict[str, Any]]) -> str:
         lines.append(f"| {kind} | {units} | {budget} | {ms(group)} | {share(group, 'of_milp')} | {ms(group, 'milp_seconds')} |")
     lines += [
         "",
-        f"`spread`, {ALIKE} alike, of fourth roots",
+        f"`coverage`, {ALIKE} alike, of fourth roots",
         "",
         "| instances | units | ms | of the bound |",
         "|---|---|---|---|",

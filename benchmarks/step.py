@@ -37,7 +37,7 @@ from pliant import Session, recipes
 from pliant.apps import models
 from pliant.engine.prefix.feature_cache import Features
 from pliant.graph.backward import trainable
-from pliant.runtime.batchnorm import Norms
+from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.trainable import apply_
 
 NETWORKS = ("mobilenet_v2", "efficientnet_lite0", "resnet50", "vit_tiny", "text_encoder")
@@ -67,7 +67,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 def plain_loop(model: nn.Module, batch: Any, loss: Any, chosen: set[str]) -> Callable[[], None]:
     optimizer, params = sgd(model), trainable(model)
     apply_(params, optimizer, chosen)
-    Norms(model, "chosen").hold_(params, chosen)
+    BatchNormModes(model, "chosen").hold_(params, chosen)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -65,7 +65,7 @@ from pliant import Selection, Session, energy
 from pliant.apps.tasks import rate
 from pliant.core.errors import PliantError
 from pliant.engine.prefix.feature_cache import Features
-from pliant.runtime.memory import Live
+from pliant.runtime.memory import LiveBytes
 
 MAIN = ("mobilenet_v2/cub", "mobilenet_v2/pets")
 RATES = {"sgd": (0.003, 0.01, 0.03, 0.1), "adamw": (3e-5, 1e-4, 3e-4, 1e-3)}
@@ -180,7 +180,7 @@ class Run:
         """The peak of what one more step makes, with the optimizer's state: for CPUs, whose allocator tells nothing."""
         state = [value for some in self.optimizer.state.values() for value in some.values() if isinstance(value, Tensor)]
         self.optimizer.zero_grad()
-        with Live(torch.device(self.device)) as live:
+        with LiveBytes(torch.device(self.device)) as live:
             step(batch, ids)
         return live.peak + sum(value.nbytes for value in state)
 

@@ -8,11 +8,10 @@
     green_trainer 0.5          a share of its MACs
     freeze_out, lisa, badam    where `pliant.planning.recipes` has them
 
-Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal corrected`, `…, cost counted`,
-`…, solver greedy`, `…, every 100`, `…, grows 25-4`, `…, start head`, `…, probe 4`, `…, state drop`, `…, engine plain`,
-`…, norm frozen`, `…, memory 200MB`, `…, epochs 6`, `…, power 1` (`solve.tempered`), `…, alike 0.5` (`solve.spread`),
-`…, solver dense` (values that add up, whether norms rest or not). `…, ramp 0.8-0.2` lets the share fall from the first step
-to the last;
+Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
+`…, solver greedy`, `…, every 100`, `…, state drop`, `…, engine plain`,
+`…, norm frozen`, `…, memory 200MB`, `…, epochs 6`, `…, power 1`, `…, alike 0.5` (`solve.coverage`),
+`…, solver dense` (values that add up). `…, ramp 0.8-0.2` lets the share fall from the first step to the last;
 `…, wide 0.4` trains everything for the first 0.4 of the run, and chooses then.
 `…, cache 4` gives each image four fixed views, and keeps what is computed before the choice.
 """
@@ -45,23 +44,16 @@ RANK = 8
 CACHE_BYTES = "8GB"
 
 Change = Callable[[Policy, str], Policy]
-SIGNALS = {
-    "gains": lambda: score.update_gain(cross=False, batches=2, smooth=0.5),
-    "corrected": lambda: score.update_gain(cross=True, batches=2, smooth=0.5),  # for noise
-}
 CHANGES: dict[str, Change] = {
     "units": lambda policy, word: replace(policy, units=getattr(units, word)()),
     "signal": lambda policy, word: replace(policy, signal=_signal(word)),
     "cost": lambda policy, word: _priced(policy, word),
     "solver": lambda policy, word: replace(policy, solver=_solver(word)),
-    "grows": lambda policy, word: replace(policy, when=schedule.growing(*map(int, word.split("-")))),
-    "start": lambda policy, word: replace(policy, start=word),
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
-    "probe": lambda policy, word: replace(policy, signal=replace(policy.signal, batches=int(word), smooth=0.5)),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
-    "power": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(_choose(), float(word)))),
-    "alike": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(solve.spread(float(word))))),
+    "power": lambda policy, word: replace(policy, solver=solve.coverage(power=float(word))),
+    "alike": lambda policy, word: replace(policy, solver=solve.coverage(float(word))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
     "wide": lambda policy, word: _wide(policy, float(word)),
 }
@@ -161,18 +153,14 @@ def _wide(policy: Policy, until: float) -> Policy:
 
 
 def _signal(word: str) -> score.Signal:
-    made = SIGNALS.get(word) or getattr(score, word, None)
+    made = getattr(score, word, None)
     if made is None:
-        raise SystemExit(f"no signal {word!r}: there are {', '.join(SIGNALS)} and those of pliant.signals.probe.")
+        raise SystemExit(f"no signal {word!r}: there are those of pliant.score.")
     return made()
 
 
 def _solver(word: str) -> solve.Solver:
-    return solve.filled(solve.tempered(solve.milp(gap=1e-4))) if word == "dense" else getattr(solve, word)()
-
-
-def _choose() -> solve.Solver:
-    return solve.where_norms_rest(solve.spread(), otherwise=solve.milp(gap=1e-4))
+    return solve.coverage(0.0) if word == "dense" else getattr(solve, word)()
 
 
 def _priced(policy: Policy, word: str) -> Policy:

@@ -8,8 +8,7 @@ from pliant.core.budget import Budget, Progress, within
 from pliant.core.errors import BudgetError, PliantError, ProbeError, ProfileMismatch
 from pliant.core.mode import Mode
 from pliant.core.types import Cost, Part, Selection, Unit
-from pliant.cost import measure
-from pliant.cost import peaks as roofline
+from pliant.cost import measure, roofline
 from pliant.cost.profile import Profile
 from pliant.graph import units
 from pliant.moved import also_under_their_old_names

@@ -18,7 +18,7 @@ ROOM_OF = {
     "pliant.models": "pliant.apps.models",
     "pliant.recipes": "pliant.planning.recipes",
     "pliant.report": "pliant.apps.report",
-    "pliant.roofline": "pliant.cost.peaks",
+    "pliant.roofline": "pliant.cost.roofline",
     "pliant.runlog": "pliant.session.run_log",
     "pliant.schedule": "pliant.core.schedule",
     "pliant.score": "pliant.signals",

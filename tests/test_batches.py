@@ -1,4 +1,4 @@
-"""Batches of every shape that a loader may yield: their tensors, their size, their halves."""
+"""Batches of every shape that a loader may yield: their tensors, their size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pliant.runtime import batches
 
@@ -74,45 +72,10 @@ def test_mapping_changes_every_tensor_and_leaves_the_original(batch: Any) -> Non
     assert all(torch.equal(t, b) for t, b in zip(batches.tensors(batch), before, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "user dict"])
-def test_halves_have_the_same_structure_and_different_samples(name: str) -> None:
-    batch = SHAPES[name]
-    first, second = batches.halves(batch) or pytest.fail("not cut")
-    assert type(first) is type(second) is type(batch)
-    whole, a, b = (list(batches.tensors(part)) for part in (batch, first, second))
-    assert all(torch.equal(torch.cat([p, q]), w) for p, q, w in zip(a, b, whole, strict=True))
-
-
-@settings(derandomize=True, deadline=None)
-@given(samples=st.integers(0, 12))
-def test_halves_are_equal_and_never_smaller_than_two(samples: int) -> None:
-    pair = batches.halves((torch.arange(samples), torch.zeros(samples, 2), torch.tensor(7)))
-    if samples < 4:
-        assert pair is None
-    else:
-        (first, _, scalar), (second, _, _) = pair or pytest.fail("not cut")
-        assert first.tolist() == list(range(samples // 2))
-        assert second.tolist() == list(range(samples // 2, 2 * (samples // 2)))
-        assert scalar == 7
-
-
-@pytest.mark.parametrize("samples", [4, 7, 8])
-def test_halves_of_the_shape_of_a_batch_hold_the_same_samples_twice(samples: int) -> None:
-    images = torch.randn(samples, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    batch = {"images": images, "labels": torch.arange(samples), "temperature": torch.tensor(2.0)}
-    halves = batches.halves(batch), batches.halves(batch, as_whole=True)
-    for half, whole in zip(*(pair or pytest.fail("not cut") for pair in halves), strict=True):
-        assert batches.size(whole) == samples
-        assert whole["images"].is_contiguous(memory_format=torch.channels_last)
-        order = [i % (samples // 2) for i in range(samples)]
-        assert torch.equal(whole["images"], half["images"][order]) and torch.equal(whole["labels"], half["labels"][order])
-        assert torch.equal(whole["temperature"], batch["temperature"])
-
-
 @pytest.mark.parametrize("batch", [(X, Y[:4]), torch.tensor(1.0), "text", None, {"k": 3}, []])
-def test_no_common_size_no_halves(batch: Any) -> None:
+def test_no_common_size(batch: Any) -> None:
     assert batches.size(batch) is None
-    assert batches.halves(batch) is None
+    assert batches.size(batch) is None
 
 
 def test_shapes_are_plain_lists() -> None:

@@ -21,8 +21,8 @@ from zoo import sgd
 from pliant import Budget, BudgetError, Mode, Policy, Profile, Session, measure, schedule, score, solve, units
 from pliant.core.types import Cost, Part, Unit
 from pliant.graph.backward import read, trainable
-from pliant.runtime.batchnorm import Norms
-from pliant.runtime.memory import Live
+from pliant.runtime.batchnorm import BatchNormModes
+from pliant.runtime.memory import LiveBytes
 from pliant.runtime.trainable import apply_
 from pliant.session.feedback import Feedback, Round
 from pliant.session.run_log import read as read_log
@@ -97,7 +97,7 @@ def test_the_peak_of_a_lean_step_is_the_predicted_one(choice: str, clip: bool) -
     profile = measure.timed(model, optimizer, classify, batch, repeats=1).on(Mode(lean=True))
     chosen = [name for name in among if name.startswith(tuple(CHOICES[choice].split()))]
     apply_(among, optimizer, chosen)
-    Norms(model, "chosen").hold_(among, chosen)
+    BatchNormModes(model, "chosen").hold_(among, chosen)
     peak, alone = measure.peak_bytes(model, optimizer, classify, batch, around=ENGINES["lean"])
     predicted = profile.cost([Unit("*", tuple(Part(name) for name in chosen))]).bytes
     assert predicted == pytest.approx(peak - alone, rel=0.03, abs=4096), (predicted, peak - alone)
@@ -168,7 +168,7 @@ RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
 def test_a_checkpoint_computes_again_only_what_the_choice_needs(name: str, cost: Callable[..., Profile]) -> None:
     torch.manual_seed(0)
     model, batch = RECOMPUTED[name](), data()
-    optimizer, among, norms = sgd(model), trainable(model), Norms(model, "chosen")
+    optimizer, among, norms = sgd(model), trainable(model), BatchNormModes(model, "chosen")
     profile = cost(model, optimizer, classify, batch)
     for chosen in [list(among), *([name] for name in among)]:
         apply_(among, optimizer, chosen)
@@ -249,7 +249,7 @@ def peak_of(session: Session, batch: Batch) -> int:
     """Bytes that a real step of a session takes beyond inference, as seen from outside."""
     alone = measure.inference_bytes(session.model, session.loss, batch)
     state = sum(t.nbytes for held in session.optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor))
-    with Live(torch.device("cpu")) as live:
+    with LiveBytes(torch.device("cpu")) as live:
         session.step(batch)
     return live.peak + state - alone
 
@@ -480,7 +480,7 @@ def test_to_measure_seconds_takes_no_full_step_where_memory_is_limited() -> None
         optimizer, batch = momentum(model), data(16)
         with Session(model, optimizer, classify, replace(by_the_clock(None), budget=budget), undo=False) as session:
             measure.inference_bytes(model, classify, batch)  # what libraries make once
-            with Live(torch.device("cpu")) as live:
+            with LiveBytes(torch.device("cpu")) as live:
                 session.before_step(batch)
             return live.peak
 

@@ -17,7 +17,8 @@ from torch import nn
 from zoo import sgd
 
 from pliant import Mode, Part, Profile, Unit, measure
-from pliant.cost.from_graph import Sizes, Times, _suffix_maxima, profile, split
+from pliant.cost.from_graph import _suffix_maxima, profile, split
+from pliant.cost.measurements import Sizes, Times
 from pliant.cost.profile import SPARED_BY_INFERENCE, ChargeKind
 from pliant.graph.backward import Again, Graph, Node
 
@@ -284,7 +285,7 @@ def test_a_norm_that_moves_costs_more_forward_when_it_is_chosen() -> None:
 def test_statistics_of_the_batch_are_kept_by_a_norm_that_moves(moves: bool, behind: int) -> None:
     """A norm that moves only when it is chosen keeps them only then; else whatever lies behind it needs them."""
     norm = replace(GRAPH.nodes[1], op="NativeBatchNorm", macs=0, saves=((1, 20, None), (9, 4, None)))
-    made = taken(replace(SIZES, norms_move=moves), graph=replace(GRAPH, nodes=(GRAPH.nodes[0], norm, GRAPH.nodes[2])))
+    made = taken(replace(SIZES, norms_differ=moves), graph=replace(GRAPH, nodes=(GRAPH.nodes[0], norm, GRAPH.nodes[2])))
     assert made.kept(whole("b")) == 6 + 20 + 4
     assert made.kept(whole("a")) == 6 + 20 + 8 + behind
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pliant.signals.drift import Drift, blend, mean
+from pliant.signals.drift import Drift, latest
 
 
 def seen(drift: Drift, *looks: dict[str, float]) -> Drift:
@@ -46,12 +46,10 @@ def test_drift_goes_on_from_its_state() -> None:
     assert resumed.state() == whole.state() and resumed.amount == whole.amount
 
 
-def test_mean_and_blend() -> None:
-    assert mean([{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": math.nan}])["a"] == 2.0
-    assert math.isnan(mean([{"b": 2.0}, {"b": math.nan}])["b"])
-    assert blend({"a": 4.0}, {"a": 8.0, "b": 1.0}, smooth=0.25) == {"a": 7.0, "b": 1.0}
-    assert blend({"a": 4.0}, {"a": math.nan}, smooth=0.25) == {"a": 4.0}
-    assert math.isnan(blend({}, {"a": math.inf}, smooth=0.25)["a"])
+def test_the_latest_finite_value_counts() -> None:
+    assert latest({"a": 4.0}, {"a": 8.0, "b": 1.0}) == {"a": 8.0, "b": 1.0}
+    assert latest({"a": 4.0}, {"a": math.nan}) == {"a": 4.0}
+    assert math.isnan(latest({}, {"a": math.inf})["a"])
 
 
 def test_one_unit_cannot_turn_but_it_can_change() -> None:

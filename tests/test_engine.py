@@ -23,8 +23,8 @@ from pliant import Budget, BudgetError, Mode, Part, Policy, Session, Unit, measu
 from pliant.engine import modes
 from pliant.engine.slices.slices import Slices
 from pliant.graph.backward import read, trainable
-from pliant.runtime.batchnorm import Norms
-from pliant.runtime.memory import Live
+from pliant.runtime.batchnorm import BatchNormModes
+from pliant.runtime.memory import LiveBytes
 from pliant.runtime.trainable import apply_
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -513,7 +513,7 @@ PEAKS_BELOW = {"two_inputs": 0.02}  # the loss itself is not counted during the 
 def test_the_lean_engine_keeps_what_was_predicted(case: Case) -> None:
     model, loss, batch = case.make()
     batch = many(batch)
-    optimizer, among, norms = sgd(model), trainable(model), Norms(model, "chosen")
+    optimizer, among, norms = sgd(model), trainable(model), BatchNormModes(model, "chosen")
     profile = measure.counted(model, optimizer, loss, batch).on(Mode(lean=True))
     for chosen in [*some_choices(model, case)]:
         apply_(among, optimizer, chosen)
@@ -528,7 +528,7 @@ def test_the_lean_engine_keeps_what_was_predicted(case: Case) -> None:
 def test_the_peak_of_a_lean_step_is_not_above_the_predicted_one(case: Case) -> None:
     model, loss, batch = case.make()
     batch = many(batch)
-    optimizer, among, norms = sgd(model), trainable(model), Norms(model, "chosen")
+    optimizer, among, norms = sgd(model), trainable(model), BatchNormModes(model, "chosen")
     profile = measure.timed(model, optimizer, loss, batch, repeats=1).on(Mode(lean=True))
     for chosen in [*some_choices(model, case, count=3)]:
         apply_(among, optimizer, chosen)
@@ -558,11 +558,11 @@ def test_inside_a_checkpoint_gradients_are_the_plain_ones() -> None:
 def measured_peak(session: Session, batch: Any) -> int:
     """Bytes that a real step of a session needs on top of inference, optimizer state and all."""
     model, optimizer = session.model, session.optimizer
-    with Live(torch.device("cpu")) as live:
+    with LiveBytes(torch.device("cpu")) as live:
         with torch.no_grad():
             session.loss(model, batch)
         alone = live.peak
-    with Live(torch.device("cpu")) as live:
+    with LiveBytes(torch.device("cpu")) as live:
         session.step(batch)
     state = sum(t.nbytes for held in optimizer.state.values() for t in held.values() if isinstance(t, torch.Tensor))
     return live.peak + state - alone
@@ -638,7 +638,7 @@ def test_a_refused_memory_budget_leaves_the_plain_engine() -> None:
 
 axes = pytest.mark.parametrize("axis", ["out", "in"])
 kinds = pytest.mark.parametrize("kind", BUILD)
-GAIN = score.update_gain(cross=False)
+GAIN = score.update_gain()
 
 
 def chosen_elements(session: Session, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from pliant.engine.lean import bits, lean
 from pliant.engine.lean import frozen_batchnorm as rest
 from pliant.engine.lean import packed_tensors as kept
 from pliant.engine.lean.lean import Lean
-from pliant.runtime.memory import Live
+from pliant.runtime.memory import LiveBytes
 
 Tensors = dict[str, torch.Tensor]
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -503,7 +503,7 @@ def chain() -> nn.Sequential:
 
 def kept_bytes(model: nn.Module, input: torch.Tensor) -> int:
     """What lives after a forward pass but for its output."""
-    with no_collector(), Live(torch.device("cpu")) as live:
+    with no_collector(), LiveBytes(torch.device("cpu")) as live:
         with Lean():
             out = model(input)
         return live.bytes - out.numel() * out.element_size()
@@ -528,7 +528,7 @@ def clipped_then_convolved(activation: nn.Module, dtype: torch.dtype | None) -> 
     """The loss and the weight of a chosen convolution behind an activation, and what lives for the backward pass."""
     torch.manual_seed(0)
     x, weight = torch.randn(2, 8, 32, 32, requires_grad=True), torch.randn(8, 8, 1, 1, requires_grad=True)
-    with no_collector(), Live(torch.device("cpu")) as live:
+    with no_collector(), LiveBytes(torch.device("cpu")) as live:
         with Lean(), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             loss = F.conv2d(activation(x + 1), weight).sum()
         return loss, weight, live.bytes
@@ -589,7 +589,7 @@ def test_memory_is_freed_without_a_collector() -> None:
     for backward in (False, True):
         for training in (True, False):
             model.train(training)
-            with no_collector(), Live(torch.device("cpu")) as live:
+            with no_collector(), LiveBytes(torch.device("cpu")) as live:
                 with Lean() as engine:
                     middle = model[:5](input)
                     out = model[5:](middle).exp()

@@ -23,12 +23,13 @@ from pliant import Mode, Part, Profile, ProfileMismatch, Unit, measure
 from pliant.cost import node_timing as passes
 from pliant.cost import step_timing as trial
 from pliant.cost.profile import Charge, ChargeKind
+from pliant.engine.kernels import prices as kernel_prices
 from pliant.graph.backward import read, trainable, walk
 from pliant.runtime import batches
-from pliant.runtime import trainable as apply
-from pliant.runtime.batchnorm import NormRule, Norms
+from pliant.runtime import sandbox as sandbox_module
+from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
-from pliant.runtime.memory import Live, StandIns
+from pliant.runtime.memory import LiveBytes, StandIns
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
 from pliant.runtime.trainable import apply_
@@ -313,7 +314,7 @@ def really_kept(model: nn.Module, loss: Any, batch: Any, chosen: Collection[str]
         return kept
 
     with sandbox(model, train=chosen), torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-        Norms(model, norm).hold_(among, chosen)
+        BatchNormModes(model, norm).hold_(among, chosen)
         value = loss(model, batch)
         storages = [ref().tensor.untyped_storage() for ref in packed if ref() is not None]
         del value
@@ -492,7 +493,7 @@ def test_the_optimizers_state_is_known_without_its_memory(kind: Any, more: dict[
         more = {}  # it has no such way
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
     optimizer = kind(model.parameters(), lr=0.1, **more, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-    with Live(torch.device("cpu")) as live:
+    with LiveBytes(torch.device("cpu")) as live:
         found = trial.state_sizes(optimizer, trainable(model))
     assert found == trial.optimizer_sizes(optimizer, trainable(model))["state"]
     assert "fused" in more or live.peak < 64 * 64 * 4
@@ -510,7 +511,7 @@ def test_parameters_outside_the_optimizer_have_no_sizes() -> None:
 def peaks(case: Case, choices: Sequence[Collection[str]]) -> Iterator[tuple[Any, int, int, int]]:
     """For each choice, as a session would apply it: the bytes that a profile predicts, those of a real step, its peak."""
     model, loss, batch = case.make()
-    optimizer, among, norms = sgd(model), trainable(model), Norms(model, "chosen")
+    optimizer, among, norms = sgd(model), trainable(model), BatchNormModes(model, "chosen")
     profile = measure.timed(model, optimizer, loss, batch, repeats=1)
     for chosen in choices:
         apply_(among, optimizer, chosen)
@@ -759,7 +760,7 @@ def test_the_optimizer_is_priced_by_tensor_and_by_byte(monkeypatch: pytest.Monke
         mine = [p for group in like.param_groups for p in group["params"] if p.grad is not None]
         clock.now += 7 + 30 * len(mine) + 0.5 * sum(p.numel() * 4 for p in mine)
 
-    monkeypatch.setattr(apply, "scratch_step", priced_step)
+    monkeypatch.setattr(sandbox_module, "scratch_step", priced_step)
     with on_clock(monkeypatch, clock):
         profile = measure.timed(model, sgd(model), mean_square, x, repeats=1)
     assert profile.base.seconds == pytest.approx(7)
@@ -784,7 +785,7 @@ def test_norms_that_are_not_chosen_are_timed_at_rest(norm: Any, monkeypatch: pyt
         profile = measure.timed(model, sgd(model), mean_square, x, norm=norm, repeats=1)
     for chosen in (["2.weight"], ["0.weight"], ["1.bias"], ["0.weight", "1.weight"], list(profile.params)):
         with sandbox(model):
-            norms = Norms(model, norm)
+            norms = BatchNormModes(model, norm)
             norms.hold_(profile.params, chosen)
             real = really_runs(model, mean_square, x, chosen, Clock(moving_price))
         assert profile.cost(whole(*chosen)).seconds == pytest.approx(real), chosen
@@ -802,7 +803,7 @@ def test_seconds_multiply_with_the_batches_of_a_step_but_the_optimizer_steps_onc
         step(like)
         clock.now += 50 * sum(p.grad is not None for group in like.param_groups for p in group["params"])
 
-    monkeypatch.setattr(apply, "scratch_step", priced_step)
+    monkeypatch.setattr(sandbox_module, "scratch_step", priced_step)
     with on_clock(monkeypatch, clock):
         profile = measure.timed(model, sgd(model), mean_square, x, update=Update(accumulate=3), repeats=1)
     for chosen in (["1.bias"], ["0.weight", "1.weight"]):
@@ -1142,11 +1143,13 @@ def test_prices_of_captured_steps_count_on_kernels_for_norms_that_those_can_serv
         return model(batch).square().mean()
 
     params = dict(model.named_parameters())
-    mine = passes.Passes(model, loss, batch, read(model, loss, batch), params, Norms(model, "chosen"))
+    how = model, loss, batch, read(model, loss, batch), params, BatchNormModes(model, "chosen")
+    mine = passes.NodeTiming(*how, prices=kernel_prices.PRICES)
     assert mine._served() == set()  # no GPU
     monkeypatch.setattr(mine.watch, "cuda", True)
-    monkeypatch.setattr(passes, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernel_prices, "find_spec", lambda name: None)
     assert mine._served() == set()  # no Triton
-    monkeypatch.setattr(passes, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernel_prices, "find_spec", lambda name: object())
+    assert not passes.NodeTiming(*how)._served(), "without a declared kernel there is none"
     assert mine._served() == ({"1"} if last else set())  # six channels are not a multiple of eight
     assert not any(module._forward_pre_hooks for module in model.modules())

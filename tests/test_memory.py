@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pliant.runtime.memory import Live, StandIns, resident, storage, when_freed
+from pliant.runtime.memory import LiveBytes, StandIns, resident, storage, when_freed
 
 CPU = torch.device("cpu")
 KB = 256 * 4  # what 256 numbers take
@@ -79,7 +79,7 @@ def test_a_tensor_without_one_storage_is_watched_itself() -> None:
 
 def test_what_is_made_counts_and_leaves_when_it_is_freed() -> None:
     x = numbers()
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         assert live.bytes == 0
         y = x + 1
         assert live.bytes == KB
@@ -94,7 +94,7 @@ def test_what_is_made_counts_and_leaves_when_it_is_freed() -> None:
 
 def test_what_was_there_before_does_not_count() -> None:
     x = numbers()
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         x.view(16, 16).t()
         x.add_(1)
         x[3:5].mul_(2)
@@ -104,7 +104,7 @@ def test_what_was_there_before_does_not_count() -> None:
 
 
 def test_views_and_in_place_operations_add_nothing() -> None:
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         y = numbers()
         assert live.bytes == KB
         view = y.view(16, 16)[2:].t()
@@ -118,13 +118,13 @@ def test_views_and_in_place_operations_add_nothing() -> None:
 
 
 def test_an_operation_with_several_results_counts_each() -> None:
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         values, places = torch.rand(256).sort()
     assert live.bytes == storage(values)[1] + storage(places)[1] == KB + 2 * KB
 
 
 def test_the_peak_is_looked_for_anew_after_forgetting() -> None:
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         x = numbers()
         torch.cat([x, x, x])
         assert (live.bytes, live.peak) == (KB, 4 * KB)
@@ -135,7 +135,7 @@ def test_the_peak_is_looked_for_anew_after_forgetting() -> None:
 
 
 def test_memory_that_is_used_again_counts_again() -> None:
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         for _ in range(20):
             numbers()
             assert live.bytes == 0
@@ -144,7 +144,7 @@ def test_memory_that_is_used_again_counts_again() -> None:
 
 
 def test_what_is_freed_after_the_end_is_still_noticed() -> None:
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         y = numbers()
     assert live.bytes == KB
     del y
@@ -152,7 +152,7 @@ def test_what_is_freed_after_the_end_is_still_noticed() -> None:
 
 
 def test_what_runs_outside_is_not_seen() -> None:
-    live = Live(CPU)
+    live = LiveBytes(CPU)
     before = numbers()
     with live:
         made = before * 2
@@ -161,9 +161,9 @@ def test_what_runs_outside_is_not_seen() -> None:
 
 
 def test_two_may_watch_at_once_and_each_sees_what_is_made_while_it_looks() -> None:
-    with Live(CPU) as outer:
+    with LiveBytes(CPU) as outer:
         x = numbers()
-        with Live(CPU) as inner:
+        with LiveBytes(CPU) as inner:
             y = x + 1
             del y
             z = x + 2
@@ -174,7 +174,7 @@ def test_two_may_watch_at_once_and_each_sees_what_is_made_while_it_looks() -> No
 
 
 def test_an_error_inside_ends_the_watching() -> None:
-    live = Live(CPU)
+    live = LiveBytes(CPU)
     with pytest.raises(RuntimeError, match="must match"), live:
         numbers() + torch.ones(3)
     numbers() + 1
@@ -186,7 +186,7 @@ def test_an_error_inside_ends_the_watching() -> None:
 
 def test_what_autograd_keeps_lives_as_long_as_its_graph() -> None:
     weight = numbers().requires_grad_()
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         value = (weight * 2).exp().sum()  # exp keeps its result
         assert live.bytes == KB + 4
         value.backward()
@@ -200,7 +200,7 @@ def test_what_autograd_keeps_lives_as_long_as_its_graph() -> None:
 
 def test_a_graph_that_is_dropped_frees_all_that_it_kept() -> None:
     weight = numbers().requires_grad_()
-    with Live(CPU) as live:
+    with LiveBytes(CPU) as live:
         value = weight
         for _ in range(5):
             value = value.exp()
@@ -211,7 +211,7 @@ def test_a_graph_that_is_dropped_frees_all_that_it_kept() -> None:
 
 def test_without_gradients_only_the_last_result_lives() -> None:
     weight = numbers().requires_grad_()
-    with Live(CPU) as live, torch.no_grad():
+    with LiveBytes(CPU) as live, torch.no_grad():
         value = weight
         for _ in range(5):
             value = value.exp()
@@ -227,7 +227,7 @@ def test_what_the_process_takes_is_told_where_the_system_tells_it(monkeypatch: p
 
 
 def test_tensors_without_memory_do_not_count() -> None:
-    with Live(torch.device("cpu")) as live:
+    with LiveBytes(torch.device("cpu")) as live:
         shape = torch.empty(1000, device="meta")
         shape = shape * 2
         real = torch.ones(10)
@@ -246,7 +246,7 @@ def test_stand_ins_have_the_shape_and_not_the_memory() -> None:
     model, x = stack(), torch.randn(2048, 64)
 
     def run() -> tuple[int, list[tuple[torch.Size, torch.dtype]]]:
-        with Live(CPU) as live:
+        with LiveBytes(CPU) as live:
             grads = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         return live.peak, [(grad.shape, grad.dtype) for grad in grads]
 

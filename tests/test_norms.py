@@ -7,7 +7,7 @@ import torch
 from oracle import differences, snapshot
 from torch import nn
 
-from pliant.runtime.batchnorm import ENOUGH, Norms
+from pliant.runtime.batchnorm import ENOUGH, BatchNormModes
 
 
 class TwoNorms(nn.Module):
@@ -38,7 +38,7 @@ def modes(model: nn.Module) -> dict[str, bool]:
 )
 def test_modes_follow_the_choice(rule: str, chosen: set[str], expected: dict[str, bool]) -> None:
     model = TwoNorms()
-    norms = Norms(model, rule)
+    norms = BatchNormModes(model, rule)
     norms.hold_(AMONG, chosen)
     # A norm without running statistics has no other mode to run in, and a layer norm has none at all.
     assert modes(model) == {**expected, "batchwise": True, "layer": True}
@@ -48,7 +48,7 @@ def test_modes_follow_the_choice(rule: str, chosen: set[str], expected: dict[str
 
 def test_train_mode_is_taken_back_and_eval_mode_is_respected() -> None:
     model = TwoNorms()
-    norms = Norms(model)
+    norms = BatchNormModes(model)
     norms.hold_(AMONG, {"a.weight"})
     model.train()
     norms.hold_(AMONG, {"a.weight"})
@@ -71,7 +71,7 @@ def test_train_mode_is_taken_back_and_eval_mode_is_respected() -> None:
 def test_a_norm_that_the_user_holds_in_eval_mode_stays_there() -> None:
     model = TwoNorms()
     model.a.eval()
-    norms = Norms(model)
+    norms = BatchNormModes(model)
     norms.hold_(AMONG, {"a.weight", "b.weight"})
     assert (model.a.training, model.b.training) == (False, True)
     model.b.eval()  # and one that is taken out of training while it is chosen
@@ -93,8 +93,8 @@ def alike(rows: int, features: int = 3) -> torch.Tensor:
     return torch.tensor([1.0, -1.0]).repeat(rows)[:rows, None].expand(rows, features)
 
 
-def looked_at(model: TwoNorms, rows: int) -> Norms:
-    norms = Norms(model, "auto")
+def looked_at(model: TwoNorms, rows: int) -> BatchNormModes:
+    norms = BatchNormModes(model, "auto")
     norms.settle_(lambda: model.bare(model.b(model.a(alike(rows)))))
     return norms
 
@@ -127,7 +127,7 @@ def test_auto_counts_what_a_channel_sees_not_samples() -> None:
     model = nn.BatchNorm2d(2)
     model.running_mean.fill_(0.5)
     for side, rests in ((31, True), (32, False)):
-        norms, batch = Norms(model, "auto"), alike(side * side, 2).T.reshape(1, 2, side, side)
+        norms, batch = BatchNormModes(model, "auto"), alike(side * side, 2).T.reshape(1, 2, side, side)
         assert (norms.settle_(lambda batch=batch: model(batch)) is not None) == rests
 
 
@@ -135,7 +135,7 @@ def test_auto_counts_what_a_channel_sees_not_samples() -> None:
 def test_auto_lets_norms_move_where_a_batch_is_not_like_their_statistics(scale: float, rests: bool) -> None:
     model = nn.BatchNorm1d(3)
     model.running_mean.fill_(0.5)
-    assert (Norms(model, "auto").settle_(lambda: model(scale * alike(200))) is not None) == rests
+    assert (BatchNormModes(model, "auto").settle_(lambda: model(scale * alike(200))) is not None) == rests
 
 
 @pytest.mark.parametrize("rows", [2, 3])
@@ -144,12 +144,12 @@ def test_auto_rests_where_too_few_samples_tell_what_they_are_like(rows: int) -> 
     torch.manual_seed(0)
     for _ in range(20):
         batch = 5 * torch.randn(rows, 3)
-        assert Norms(model, "auto").settle_(lambda batch=batch: model.bare(model.b(model.a(batch)))) == rows
+        assert BatchNormModes(model, "auto").settle_(lambda batch=batch: model.bare(model.b(model.a(batch)))) == rows
 
 
 def test_auto_rests_those_that_the_pass_gets_to() -> None:
     model = pretrained()
-    norms = Norms(model, "auto")
+    norms = BatchNormModes(model, "auto")
     assert norms.settle_(lambda: model.a(alike(50))) == 50
     assert norms.state() == ["a"] and norms.priced == "chosen"
 
@@ -173,7 +173,7 @@ def test_auto_lets_norms_move_that_have_just_begun(momentum: float | None, batch
     model = nn.BatchNorm1d(3, momentum=momentum)
     for _ in range(batches):
         model(0.1 + alike(4))
-    assert (Norms(model, "auto").settle_(lambda: model(alike(4))) is not None) == rests
+    assert (BatchNormModes(model, "auto").settle_(lambda: model(alike(4))) is not None) == rests
 
 
 def test_auto_goes_by_what_a_pass_shows_that_cannot_end_without_gradients() -> None:
@@ -185,8 +185,8 @@ def test_auto_goes_by_what_a_pass_shows_that_cannot_end_without_gradients() -> N
             value = norm(input=value)
         value.sum().backward()
 
-    assert Norms(model, "auto").settle_(lambda: run(model.a, model.b, model.bare)) == 4
-    norms = Norms(model, "auto")
+    assert BatchNormModes(model, "auto").settle_(lambda: run(model.a, model.b, model.bare)) == 4
+    norms = BatchNormModes(model, "auto")
     assert norms.settle_(lambda: run(model.a)) is None  # not all were seen: as chosen
     norms.hold_(AMONG, {"a.weight"})
     assert model.a.training
@@ -194,7 +194,7 @@ def test_auto_goes_by_what_a_pass_shows_that_cannot_end_without_gradients() -> N
 
 def test_auto_asks_norms_that_are_in_eval_mode_too() -> None:
     model = pretrained().eval()
-    norms = Norms(model, "auto")
+    norms = BatchNormModes(model, "auto")
     model.train()
     norms.settle_(lambda: model.bare(model.b(model.a(alike(4)))))
     norms.hold_(AMONG, {"a.weight"})
@@ -204,12 +204,12 @@ def test_auto_asks_norms_that_are_in_eval_mode_too() -> None:
 def test_auto_leaves_norms_alone_that_do_not_look_at_a_batch() -> None:
     model = nn.InstanceNorm1d(3, track_running_stats=True)
     model.running_mean.fill_(0.5)
-    assert Norms(model, "auto").settle_(lambda: model(torch.randn(2, 3, 4))) is None
+    assert BatchNormModes(model, "auto").settle_(lambda: model(torch.randn(2, 3, 4))) is None
 
 
 def test_other_rules_are_not_moved_by_what_auto_settled() -> None:
     model = pretrained()
-    norms = Norms(model, "chosen")
+    norms = BatchNormModes(model, "chosen")
     norms.load(looked_at(model, 4).state())
     norms.hold_(AMONG, {"a.weight"})
     assert model.a.training
@@ -217,4 +217,4 @@ def test_other_rules_are_not_moved_by_what_auto_settled() -> None:
 
 def test_unknown_norm_rule() -> None:
     with pytest.raises(ValueError, match="norm='sometimes'"):
-        Norms(TwoNorms(), "sometimes")  # type: ignore[arg-type]
+        BatchNormModes(TwoNorms(), "sometimes")  # type: ignore[arg-type]

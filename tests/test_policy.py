@@ -14,10 +14,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from instances import chain_profile, laws, profiles, units
 
-from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan, schedule
+from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan
 from pliant.core.schedule import ramp
 from pliant.cost.profile import Charge, ChargeKind
-from pliant.planning.solve import Problem, Solver, cycle, fixed, greedy, knapsack, milp, sample, spread, where_norms_rest
+from pliant.planning.solve import Problem, Solver, coverage, cycle, fixed, greedy, knapsack, milp, sample
 
 
 def policy(solver: Solver | None = None, **more: Any) -> Policy:
@@ -279,11 +279,11 @@ def test_a_budget_below_the_floor_is_refused_at_first_and_planned_for_the_floor_
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_taken_from_a_choice_leaves_the_others_where_they_are(seed: int) -> None:
-    """What stays stands for what is not chosen, too, and is as far away from each other as it was."""
+    """The units that stay count for the others too, and are as far from each other as they were."""
     rng = np.random.default_rng(seed)
     profile = chain_profile(rng.uniform(0.2, 1, 14).tolist(), rng.uniform(0.2, 1, 13).tolist())
     values = dict(zip(units(14), rng.uniform(1, 2, 14).tolist(), strict=True))
-    wide = policy(spread(), budget=Budget(time=0.5))
+    wide = policy(coverage(power=1), budget=Budget(time=0.5))
     near = plan(wide, profile, values).units
     fewer = plan(replace(wide, budget=Budget(time=0.42)), profile, values, near=near)
     assert set(fewer.units) < set(near)
@@ -302,7 +302,7 @@ def of_ones_own(problem: Problem) -> np.ndarray:
     return np.isin(problem.names, ["u0", "u1"])
 
 
-@pytest.mark.parametrize("solver", [knapsack(), milp(), greedy(), greedy("order"), sample(), spread(), of_ones_own])
+@pytest.mark.parametrize("solver", [knapsack(), milp(), greedy(), greedy("order"), sample(), coverage(), of_ones_own])
 def test_what_is_near_only_loses_where_it_costs_too_much(solver: Solver) -> None:
     profile = chain_profile([1.0] * 6, [1.0] * 5)
     values = dict(zip(units(6), [1.0, 3.0, 1.0, 1.0, 2.0, 5.0], strict=True))
@@ -310,15 +310,6 @@ def test_what_is_near_only_loses_where_it_costs_too_much(solver: Solver) -> None
     asked = policy(solver, budget=Budget(time="5s"), seed=3)
     assert not set(plan(asked, profile, values).units) <= set(near), "left alone it would take others"
     assert set(plan(asked, profile, values, near=near).units) < set(near)
-
-
-def test_a_recipe_may_choose_otherwise_where_norms_rest() -> None:
-    profile = chain_profile([1.0] * 6, [1.0] * 5, base=0.0)
-    values = dict.fromkeys(units(6), 1.0)
-    either = policy(where_norms_rest(spread(0.9), otherwise=milp()), budget=Budget(time="5s"))
-    assert chosen(plan(either, profile, values)) == "u0 u1 u2"
-    assert chosen(plan(either, replace(profile, origin={"norms": "chosen"}), values)) == "u0 u1 u2"
-    assert chosen(plan(either, replace(profile, origin={"norms": "frozen"}), values)) == "u0 u3"
 
 
 def test_a_correction_is_for_seconds_only() -> None:
@@ -460,15 +451,3 @@ def test_optimizer_state_is_kept_or_dropped() -> None:
     assert policy(state="drop").state == "drop"
     with pytest.raises(ValueError, match="state='forget'"):
         policy(state="forget")
-
-
-def test_a_start_that_is_not_known_or_trains_nothing_is_refused() -> None:
-    again = schedule.every(steps=5)
-    assert policy(start="head", when=again).start == "head"
-    assert policy(start="head", when=again, head=False, always=("a",)).start == "head"
-    with pytest.raises(ValueError, match="start='tail'"):
-        policy(start="tail")
-    with pytest.raises(ValueError, match="start='head' trains nothing"):
-        policy(start="head", when=again, head=False)
-    with pytest.raises(ValueError, match="never trains anything else"):
-        policy(start="head", when=schedule.once())

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import pliant.cost.peaks as device_peaks
 from pliant import roofline
-from pliant.cost.peaks import Peaks, Row, peaks, roof_seconds, svg_plot, text_plot
+from pliant.cost.roofline import Peaks, RooflineRow, peaks, roof_seconds, svg_plot, text_plot
 from pliant.runtime import clock
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -52,8 +53,8 @@ class Device(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(roofline, "_COPY_BYTES", {"cpu": 2**20, "cuda": 2**20})
-    monkeypatch.setattr(roofline, "_SIZES", (8, 16, 32, 64, 128))
+    monkeypatch.setattr(device_peaks, "_COPY_BYTES", {"cpu": 2**20, "cuda": 2**20})
+    monkeypatch.setattr(device_peaks, "_SIZES", (8, 16, 32, 64, 128))
     monkeypatch.setenv("PLIANT_CACHE", str(tmp_path / "cache"))
 
 
@@ -66,7 +67,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         made.append(device)
         return Device(2.0 ** len(made) * 1e6, 1e9)
 
-    monkeypatch.setattr(roofline, "clock", clock)
+    monkeypatch.setattr(device_peaks, "clock", clock)
     return made
 
 
@@ -74,7 +75,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 def test_the_peaks_of_a_known_device_are_found() -> None:
-    found = roofline.measured(Device(1e12, 5e10), CPU, torch.float64)
+    found = device_peaks.measured(Device(1e12, 5e10), CPU, torch.float64)
     assert found.flops == pytest.approx(1e12)
     assert found.bandwidth == pytest.approx(5e10)
     assert (found.dtype, found.threads) == ("float64", torch.get_num_threads())
@@ -83,21 +84,21 @@ def test_the_peaks_of_a_known_device_are_found() -> None:
 
 def test_matmuls_grow_while_the_rate_rises_and_no_longer() -> None:
     flat, rising = Device(1e12, 1e10), Device(1e12, 1e10, start=1e-3)
-    roofline._matmul_peak(flat, CPU, torch.float32)
-    roofline._matmul_peak(rising, CPU, torch.float32)
+    device_peaks._matmul_peak(flat, CPU, torch.float32)
+    device_peaks._matmul_peak(rising, CPU, torch.float32)
     assert sorted(set(flat.sizes)) == [8, 16]
     assert sorted(set(rising.sizes)) == [8, 16, 32, 64, 128]
 
 
 def test_no_matmul_is_begun_that_would_take_too_long() -> None:
     slow = Device(2 * 32**3 / 0.02, 1e10, start=1e-3)
-    roofline._matmul_peak(slow, CPU, torch.float32)
+    device_peaks._matmul_peak(slow, CPU, torch.float32)
     assert max(slow.sizes) == 32  # 64 would take 8 × 0.02 s, five times over
 
 
 def test_the_best_of_several_counts() -> None:
     times = iter([5.0, 2.0, 3.0, 4.0])
-    assert roofline._copy_peak(lambda work: next(times), CPU) == 2 * 2**20 / 2.0
+    assert device_peaks._copy_peak(lambda work: next(times), CPU) == 2 * 2**20 / 2.0
 
 
 def test_a_coarse_clock_that_misses_the_small_ones() -> None:
@@ -106,14 +107,14 @@ def test_a_coarse_clock_that_misses_the_small_ones() -> None:
     def coarse(work: Callable[[], object]) -> float:
         return 1e-4 * math.floor(device(work) / 1e-4)
 
-    assert roofline._matmul_peak(coarse, CPU, torch.float32) >= 1e9
+    assert device_peaks._matmul_peak(coarse, CPU, torch.float32) >= 1e9
     assert device.sizes[-1] > 32
     with pytest.raises(ValueError, match="positive"):
-        roofline.measured(lambda work: 0.0, CPU, torch.float32)
+        device_peaks.measured(lambda work: 0.0, CPU, torch.float32)
 
 
 def test_short_of_memory_it_copies_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "_COPY_BYTES", {"cpu": 2**23})
+    monkeypatch.setattr(device_peaks, "_COPY_BYTES", {"cpu": 2**23})
     ones, asked = torch.ones, []
 
     def short(*size: int, **kwargs: Any) -> torch.Tensor:
@@ -123,7 +124,7 @@ def test_short_of_memory_it_copies_less(monkeypatch: pytest.MonkeyPatch) -> None
         return ones(*size, **kwargs)
 
     monkeypatch.setattr(torch, "ones", short)
-    assert roofline._copy_peak(Device(1e9, 1e10), CPU) == pytest.approx(1e10)
+    assert device_peaks._copy_peak(Device(1e9, 1e10), CPU) == pytest.approx(1e10)
     assert asked == [2**23, 2**22, 2**21, 2**21]
 
 
@@ -133,9 +134,9 @@ def test_without_any_memory_the_error_is_the_allocators_own(monkeypatch: pytest.
 
     monkeypatch.setattr(torch, "ones", none)
     with pytest.raises(RuntimeError, match="none left"):
-        roofline._copy_peak(Device(1e9, 1e10), CPU)
+        device_peaks._copy_peak(Device(1e9, 1e10), CPU)
     with pytest.raises(RuntimeError, match="none left"):
-        roofline._matmul_peak(Device(1e9, 1e10), CPU, torch.float32)
+        device_peaks._matmul_peak(Device(1e9, 1e10), CPU, torch.float32)
 
 
 def test_a_matmul_that_does_not_fit_ends_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,13 +149,13 @@ def test_a_matmul_that_does_not_fit_ends_the_growth(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch, "ones", short)
     rising = Device(1e12, 1e10, start=1e-3)
-    assert roofline._matmul_peak(rising, CPU, torch.float32) > 0
+    assert device_peaks._matmul_peak(rising, CPU, torch.float32) > 0
     assert max(rising.sizes) == 32
 
 
 def test_the_real_clock_runs_the_work_once_and_leaves_no_trace() -> None:
     ran: list[int] = []
-    assert roofline.clock(CPU)(lambda: ran.append(1)) >= 0
+    assert device_peaks.clock(CPU)(lambda: ran.append(1)) >= 0
     assert ran == [1]
     before = torch.get_rng_state(), torch.get_num_threads(), torch.is_grad_enabled()
     found = peaks(again=True)
@@ -169,7 +170,7 @@ def test_which_clock_depends_on_the_threads(threads: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(clock.time, "thread_time", iter([1.0, 2.0]).__next__)
     monkeypatch.setattr(clock.time, "perf_counter", iter([1.0, 4.0]).__next__)
-    assert roofline.clock(CPU)(lambda: None) == {1: 1.0, 2: 3.0}[threads]
+    assert device_peaks.clock(CPU)(lambda: None) == {1: 1.0, 2: 3.0}[threads]
 
 
 def test_cuda_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +188,7 @@ def test_cuda_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
-    assert roofline.clock(torch.device("cuda"))(lambda: told.append("work")) == 0.25
+    assert device_peaks.clock(torch.device("cuda"))(lambda: told.append("work")) == 0.25
     assert told == ["wait", "record", "work", "record", "wait"]
 
 
@@ -210,7 +211,7 @@ def test_a_processor_has_a_name(cpuinfo: str | None, model: str, monkeypatch: py
             raise FileNotFoundError(path)
         return cpuinfo
 
-    monkeypatch.setattr(roofline.Path, "read_text", read)
+    monkeypatch.setattr(device_peaks.Path, "read_text", read)
     monkeypatch.setattr(clock.platform, "machine", lambda: "toy64")
     assert clock.device_name(CPU) == f"cpu: toy64{model}"
 
@@ -247,7 +248,7 @@ def test_what_the_peaks_depend_on_has_a_line_of_its_own(
     found.append(peaks())
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     found.append(peaks())
-    monkeypatch.setattr(roofline, "device_name", lambda device: "cpu: another")
+    monkeypatch.setattr(device_peaks, "device_name", lambda device: "cpu: another")
     found.append(peaks())
     assert len({p.flops for p in found}) == len(measurements) == 5
 
@@ -257,7 +258,7 @@ def test_on_cuda_tf32_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> Non
     keys = []
     for precision in ("ieee", "tf32"):
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=precision))
-        keys.append(roofline._key(torch.device("cuda"), torch.float32))
+        keys.append(device_peaks._key(torch.device("cuda"), torch.float32))
     assert [key[-10:] for key in keys] == ["tf32 False", " tf32 True"]
     assert all(key.startswith("cuda: Toy 1, ") for key in keys)
 
@@ -281,7 +282,7 @@ BROKEN = [
 def test_a_broken_cache_is_measured_anew_and_mended(content: Any, measurements: list[torch.device], tmp_path: Path) -> None:
     file = tmp_path / "cache" / "peaks.json"
     file.parent.mkdir()
-    line = json.dumps({roofline._key(CPU, torch.float32): content}).encode() if not isinstance(content, bytes) else content
+    line = json.dumps({device_peaks._key(CPU, torch.float32): content}).encode() if not isinstance(content, bytes) else content
     file.write_bytes(line)
     found = peaks()
     assert peaks() == found
@@ -309,18 +310,18 @@ def test_a_disk_that_is_full_fails_nothing(measurements: list[torch.device], mon
     def full(path: Path, content: bytes) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(roofline, "write_aside", full)
+    monkeypatch.setattr(device_peaks, "write_aside", full)
     assert peaks().flops > 0
 
 
 def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert roofline._cache_file() == tmp_path / "cache" / "peaks.json"
+    assert device_peaks._cache_file() == tmp_path / "cache" / "peaks.json"
     monkeypatch.delenv("PLIANT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert roofline._cache_file() == tmp_path / "xdg" / "pliant" / "peaks.json"
+    assert device_peaks._cache_file() == tmp_path / "xdg" / "pliant" / "peaks.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert roofline._cache_file() == tmp_path / ".cache" / "pliant" / "peaks.json"
+    assert device_peaks._cache_file() == tmp_path / ".cache" / "pliant" / "peaks.json"
 
 
 def test_without_a_home_it_measures_each_time(measurements: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +330,7 @@ def test_without_a_home_it_measures_each_time(measurements: list[torch.device], 
 
     monkeypatch.delenv("PLIANT_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(roofline.Path, "home", homeless)
+    monkeypatch.setattr(device_peaks.Path, "home", homeless)
     peaks()
     peaks()
     assert len(measurements) == 2
@@ -352,25 +353,25 @@ def test_a_peak_is_positive(bad: float) -> None:
 
 
 def test_a_compute_bound_row() -> None:
-    row = Row("conv", seconds=0.5, macs=10**10, moved=10**8)
+    row = RooflineRow("conv", seconds=0.5, macs=10**10, moved=10**8)
     assert (row.flops, row.intensity, row.rate, row.moving) == (2 * 10**10, 200, 4e10, 2e8)
     assert row.bound(HERE) == "compute"
     assert row.share(HERE) == pytest.approx(0.4)
 
 
 def test_a_memory_bound_row() -> None:
-    row = Row("norm", seconds=0.02, macs=5 * 10**7, moved=10**8)
+    row = RooflineRow("norm", seconds=0.02, macs=5 * 10**7, moved=10**8)
     assert row.intensity == 1
     assert row.bound(HERE) == "memory"
     assert row.share(HERE) == pytest.approx(0.5)
 
 
 def test_rows_with_nothing_in_them() -> None:
-    still, empty, fast = Row("a", 1.0, 0, 0), Row("b", 0.0, 10, 10), Row("c", 1e-9, 10**6, 1)
+    still, empty, fast = RooflineRow("a", 1.0, 0, 0), RooflineRow("b", 0.0, 10, 10), RooflineRow("c", 1e-9, 10**6, 1)
     assert (still.intensity, still.rate, still.moving, still.share(HERE), still.bound(HERE)) == (0, 0, 0, 0, "memory")
     assert (empty.rate, empty.moving, empty.share(HERE)) == (0, 0, 0)
-    assert Row("d", 1.0, 10, 0).bound(HERE) == "compute"
-    assert Row("e", 1.0, 10, 2).bound(HERE) == "compute"  # at the ridge
+    assert RooflineRow("d", 1.0, 10, 0).bound(HERE) == "compute"
+    assert RooflineRow("e", 1.0, 10, 2).bound(HERE) == "compute"  # at the ridge
     assert fast.share(HERE) > 1  # told as it is
 
 
@@ -382,7 +383,7 @@ def test_the_least_time_and_the_launch() -> None:
 
 positive = st.floats(1e-9, 1e3)
 counts = st.integers(0, 10**15)
-some_rows = st.lists(st.builds(Row, st.text(), st.just(0.0) | positive, counts, counts), max_size=60)
+some_rows = st.lists(st.builds(RooflineRow, st.text(), st.just(0.0) | positive, counts, counts), max_size=60)
 some_peaks = st.builds(Peaks, st.floats(1e6, 1e16), st.floats(1e6, 1e14), st.text(), st.just("float32"), st.integers(1, 256))
 
 
@@ -393,8 +394,8 @@ def test_the_least_time_never_falls_when_work_is_added(macs: int, moved: int, mo
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.builds(Row, st.text(), positive, counts, counts.filter(bool)), some_peaks)
-def test_the_roof_is_the_rate_over_the_share(row: Row, at: Peaks) -> None:
+@given(st.builds(RooflineRow, st.text(), positive, counts, counts.filter(bool)), some_peaks)
+def test_the_roof_is_the_rate_over_the_share(row: RooflineRow, at: Peaks) -> None:
     chart = roofline._Chart([], at)
     if row.macs:
         assert row.rate / row.share(at) == pytest.approx(chart.roof(row.intensity))
@@ -412,11 +413,11 @@ def test_the_roof_never_falls_and_stays_under_both_peaks(at: Peaks, intensity: f
 # ---------------------------------------------------------------- the plots
 
 ROWS = [
-    Row("stem.weight", 0.01, 4 * 10**8, 10**7),
-    Row("norm.weight", 0.001, 10**6, 10**7),
-    Row("head.weight", 0.02, 5 * 10**8, 10**6),
-    Row("embedding", 0.1, 0, 10**6),
-    Row("unused", 0.0, 10**6, 10**6),
+    RooflineRow("stem.weight", 0.01, 4 * 10**8, 10**7),
+    RooflineRow("norm.weight", 0.001, 10**6, 10**7),
+    RooflineRow("head.weight", 0.02, 5 * 10**8, 10**6),
+    RooflineRow("embedding", 0.1, 0, 10**6),
+    RooflineRow("unused", 0.0, 10**6, 10**6),
 ]
 
 
@@ -438,7 +439,7 @@ def test_the_text_plot_shows_roof_units_and_axes() -> None:
 
 
 def test_a_unit_at_the_roof_stands_on_it() -> None:
-    at_ridge = Row("x", 1.0, 5 * 10**10, 10**10)
+    at_ridge = RooflineRow("x", 1.0, 5 * 10**10, 10**10)
     assert roofline._Chart([at_ridge], HERE).roof(at_ridge.intensity) == pytest.approx(at_ridge.rate)
     line = next(line for line in text_plot([at_ridge], HERE).splitlines() if "|" in line and "a" in line)
     assert "a-----" in line
@@ -452,7 +453,7 @@ def test_units_that_meet_are_told_as_several() -> None:
 
 
 def test_more_units_than_letters() -> None:
-    plot = text_plot([Row(f"unit{n}", 0.01, 10**6 * (n + 1), 10**6) for n in range(60)], HERE)
+    plot = text_plot([RooflineRow(f"unit{n}", 0.01, 10**6 * (n + 1), 10**6) for n in range(60)], HERE)
     assert "Z unit51: " in plot
     assert "* unit52: " in plot
     assert "* unit59: " in plot
@@ -466,7 +467,7 @@ def test_plots_without_rows_show_the_roof() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_plots_of_one_row(row: Row) -> None:
+def test_plots_of_one_row(row: RooflineRow) -> None:
     assert row.name in text_plot([row], HERE)
     assert row.name in svg_plot([row], HERE)
 
@@ -479,7 +480,7 @@ def test_a_plot_without_room_is_refused(width: int, height: int) -> None:
 
 
 def test_many_names_below_are_wrapped() -> None:
-    rows = [Row(f"blocks.{n}.norm-a.weight", 1.0, 0, 8) for n in range(40)]
+    rows = [RooflineRow(f"blocks.{n}.norm-a.weight", 1.0, 0, 8) for n in range(40)]
     below = text_plot(rows, HERE).partition("no FLOPs: ")[2]
     assert below.split() == [f"blocks.{n}.norm-a.weight" + "," * (n < 39) for n in range(40)]
     assert max(map(len, below.splitlines())) <= 72
@@ -510,7 +511,7 @@ def test_the_svg_needs_nothing_else_and_follows_the_colour_scheme() -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(some_rows, some_peaks, st.text(), st.integers(29, 120), st.integers(8, 40))
-def test_any_rows_can_be_plotted(rows: list[Row], at: Peaks, title: str, width: int, height: int) -> None:
+def test_any_rows_can_be_plotted(rows: list[RooflineRow], at: Peaks, title: str, width: int, height: int) -> None:
     chart = roofline._Chart(rows, at)
     plot = text_plot(rows, at, width, height)
     assert sum(line[8:9] == "|" for line in plot.split("\n")[2 : height - 2]) == height - 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from instances import laws
 
 from pliant import Budget, Cost, Progress
-from pliant.core.schedule import Schedule, every, growing, on_drift, once, ramp
+from pliant.core.schedule import Schedule, every, on_drift, once, ramp
 
 
 def due_steps(schedule: Schedule, steps: int, drift: float | None = None, **known: int) -> list[int]:
@@ -51,23 +51,6 @@ def test_every_share_of_the_run() -> None:
         every(share=0.25).due(Progress(step=2), Progress(step=0), None)
 
 
-def test_growing_chooses_often_at_first_and_seldom_later() -> None:
-    assert due_steps(growing(25, 4), 2000) == [25, 100, 400, 1600]
-    assert due_steps(growing(1, 2), 20) == [1, 2, 4, 8, 16]
-    assert due_steps(growing(50, 8), 4000, total_steps=4000) == [50, 400, 3200]
-    assert due_steps(growing(50, 8), 60, total_steps=60) == [9]
-    assert due_steps(growing(50, 8, share=0.02), 100, total_steps=100) == [2, 16]
-    assert due_steps(growing(50, 8), 4, total_steps=4) == [1]
-    assert not growing().watches and not growing().needs_epochs
-
-
-def test_growing_makes_up_once_for_moments_that_passed() -> None:
-    """A choice that came late, or a run that was resumed, is not followed by one that was due long ago."""
-    assert growing(25, 4).due(Progress(step=120), Progress(step=26), None)
-    assert not growing(25, 4).due(Progress(step=390), Progress(step=121), None)
-    assert growing(25, 4).due(Progress(step=400), Progress(step=121), None)
-
-
 def test_epochs_of_unknown_length_are_an_error() -> None:
     with pytest.raises(ValueError, match="steps_per_epoch"):
         every(epochs=2).due(Progress(step=2), Progress(step=0), None)
@@ -85,10 +68,6 @@ def test_epochs_of_unknown_length_are_an_error() -> None:
         lambda: every(epochs=1, share=0.5),
         lambda: every(share=0.0),
         lambda: every(share=1.5),
-        lambda: growing(0),
-        lambda: growing(25, 1),
-        lambda: growing(share=0.0),
-        lambda: growing(share=1.5),
         lambda: on_drift(0),
         lambda: on_drift(2.5),
         lambda: on_drift(float("nan")),
@@ -98,7 +77,7 @@ def test_epochs_of_unknown_length_are_an_error() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_with_what_was_given(bad: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match=r"(every|growing|on_drift|ramp)\(.*\)"):
+    with pytest.raises(ValueError, match=r"(every|on_drift|ramp)\(.*\)"):
         bad()
 
 
@@ -146,7 +125,6 @@ def test_a_ramp_without_the_length_of_the_run_says_so() -> None:
         (every(steps=5), "every 5 steps"),
         (every(epochs=3), "every 3 epochs"),
         (every(share=0.01), "every 0.01 of the run"),
-        (growing(20, 3), "at steps 20, 60, 180, …"),
         (on_drift(0.2), "on drift > 0.2"),
     ],
 )

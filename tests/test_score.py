@@ -27,7 +27,7 @@ from pliant.runtime.sandbox import sandbox
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 every_case = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())
-ONE_BATCH = score.update_gain(cross=False)
+GAIN = score.update_gain()
 
 
 def tensors_of(model: nn.Module) -> list[Unit]:
@@ -100,7 +100,7 @@ OPTIMIZERS: dict[str, Make] = {
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_update_gain_is_that_of_a_real_fresh_step(make: Make) -> None:
     model, loss, batch = ZOO["branches"].make()
-    assert probe(ONE_BATCH, model, make(model), loss, batch) == close(gains(model, make, loss, batch))
+    assert probe(GAIN, model, make(model), loss, batch) == close(gains(model, make, loss, batch))
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
@@ -108,33 +108,7 @@ def test_update_gain_is_that_of_a_real_fresh_step(make: Make) -> None:
 def test_update_gain_on_every_model(case: Case, make: Make) -> None:
     """Dropout too: a probe draws what the next step would draw."""
     model, loss, batch = case.make()
-    assert probe(ONE_BATCH, model, make(model), loss, batch) == close(gains(model, make, loss, batch))
-
-
-@pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("name", ["branches", "transformer", "two_inputs", "tied"])
-def test_cross_batch_gain_takes_gradient_and_update_from_different_halves(name: str, make: Make) -> None:
-    model, loss, batch = ZOO[name].make()
-    one, two = (gradients(model, loss, half) for half in batches.halves(batch) or pytest.fail("not cut"))
-    by_one, by_two = (fresh_updates(model, make, grads) for grads in (one, two))
-    expected = {n: -0.5 * (dot(one[n], by_two[n]) + dot(two[n], by_one[n])) for n in one}
-    assert probe(score.update_gain(), model, make(model), loss, batch) == close(expected)
-
-
-def test_halves_that_stand_there_twice_have_the_same_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, where a batch of another shape takes other kernels."""
-    model, loss, (x, y) = ZOO["misordered"].make()
-    batch = x[: len(x) // 2 * 2], y[: len(x) // 2 * 2]
-    once = probe(score.update_gain(), model, sgd(model), loss, batch)
-    halves = batches.halves
-    monkeypatch.setattr(batches, "halves", lambda batch, as_whole: halves(batch, as_whole=True))
-    assert probe(score.update_gain(), model, sgd(model), loss, batch) == close(once)
-
-
-def test_a_batch_that_cannot_be_cut_is_probed_whole() -> None:
-    model, loss, (x, y) = ZOO["thrice"].make()
-    small = (x[:3], y[:3])
-    assert probe(score.update_gain(), model, sgd(model), loss, small) == probe(ONE_BATCH, model, sgd(model), loss, small)
+    assert probe(GAIN, model, make(model), loss, batch) == close(gains(model, make, loss, batch))
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
@@ -142,25 +116,25 @@ def test_the_optimizers_own_state_does_not_matter(make: Make) -> None:
     model, loss, batch = ZOO["misordered"].make()
     start = copy.deepcopy(model.state_dict())
     optimizer = make(model)
-    before = probe(ONE_BATCH, model, optimizer, loss, batch)
+    before = probe(GAIN, model, optimizer, loss, batch)
     for _ in range(5):
         optimizer.zero_grad()
         loss(model, batch).backward()
         optimizer.step()
     model.load_state_dict(start)
     assert len(optimizer.state) > 0
-    assert probe(ONE_BATCH, model, optimizer, loss, batch) == before
+    assert probe(GAIN, model, optimizer, loss, batch) == before
 
 
 def test_a_scheduler_sets_the_rate_and_does_not_see_the_probe() -> None:
     model, loss, batch = ZOO["misordered"].make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = probe(ONE_BATCH, model, optimizer, loss, batch)
+    before = probe(GAIN, model, optimizer, loss, batch)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    assert probe(ONE_BATCH, model, optimizer, loss, batch) == before
+    assert probe(GAIN, model, optimizer, loss, batch) == before
     with pytest.warns(UserWarning, match=r"`lr_scheduler\.step\(\)` before `optimizer\.step\(\)`"):
         schedule.step()  # it was told of no step
-    after = probe(ONE_BATCH, model, optimizer, loss, batch)
+    after = probe(GAIN, model, optimizer, loss, batch)
     assert after == close({name: value / 2 for name, value in before.items()})
 
 
@@ -181,7 +155,7 @@ def test_step_hooks_for_all_optimizers_do_not_fire(register: Callable[..., Any])
     fired: list[int] = []
     handle = register(lambda *_: fired.append(1))
     try:
-        probe(ONE_BATCH, model, adamw(model), loss, batch)
+        probe(GAIN, model, adamw(model), loss, batch)
     finally:
         handle.remove()
     assert not fired
@@ -190,7 +164,7 @@ def test_step_hooks_for_all_optimizers_do_not_fire(register: Callable[..., Any])
 def test_a_parameter_that_the_optimizer_does_not_hold_gains_nothing() -> None:
     model, loss, batch = ZOO["misordered"].make()
     optimizer = torch.optim.SGD(model.a_last.parameters(), lr=0.1)
-    values = probe(ONE_BATCH, model, optimizer, loss, batch)
+    values = probe(GAIN, model, optimizer, loss, batch)
     assert {name for name, value in values.items() if value} == {"a_last.weight", "a_last.bias"}
     assert all(probe(score.grad_norm(), model, optimizer, loss, batch).values())
 
@@ -200,7 +174,7 @@ def test_lbfgs_is_refused() -> None:
     optimizer = torch.optim.LBFGS(model.parameters())
     before = fingerprint(model, optimizer)
     with pytest.raises(ValueError, match="LBFGS makes its update from a closure"):
-        probe(ONE_BATCH, model, optimizer, loss, batch)
+        probe(GAIN, model, optimizer, loss, batch)
     assert fingerprint(model, optimizer) == before
     assert all(probe(score.grad_norm(), model, optimizer, loss, batch).values())
 
@@ -211,7 +185,7 @@ def test_small_updates_are_not_rounded_away(dtype: torch.dtype) -> None:
     model, x = nn.LayerNorm(8, dtype=dtype), torch.randn(6, 8, dtype=dtype)
     optimizer, loss = torch.optim.SGD(model.parameters(), lr=1e-7), lambda m, b: m(b).square().mean()
     norms = probe(score.grad_norm(), model, optimizer, loss, x)
-    assert probe(ONE_BATCH, model, optimizer, loss, x)["weight"] == pytest.approx(1e-7 * norms["weight"], rel=0.02)
+    assert probe(GAIN, model, optimizer, loss, x)["weight"] == pytest.approx(1e-7 * norms["weight"], rel=0.02)
 
 
 @settings(derandomize=True, deadline=None, max_examples=20)
@@ -222,30 +196,13 @@ def test_plain_sgd_gains_rate_times_squared_gradient(i: int, o: int, n: int, lr:
     loss = lambda m, b: m(b).square().mean()  # noqa: E731
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     norms = probe(score.grad_norm(), model, optimizer, loss, x)
-    assert probe(ONE_BATCH, model, optimizer, loss, x) == pytest.approx(
-        {k: lr * v for k, v in norms.items()}, rel=1e-2, abs=1e-6
-    )
+    assert probe(GAIN, model, optimizer, loss, x) == pytest.approx({k: lr * v for k, v in norms.items()}, rel=1e-2, abs=1e-6)
 
 
-# ---------------------------------------------------------------- holding less, scaling, streaming
+# ---------------------------------------------------------------- scaling, streaming
 
 
-@pytest.mark.parametrize("hold", [1, 300, 10**9])
-@pytest.mark.parametrize("name", ["branches", "tied", "functional", "checkpointed"])
-def test_holding_less_gives_the_same_values(name: str, hold: int) -> None:
-    model, loss, batch = ZOO[name].make()
-    values = probe(score.update_gain(), model, adamw(model), loss, batch)
-    assert probe(score.update_gain(hold=hold), model, adamw(model), loss, batch) == close(values)
-
-
-@pytest.mark.parametrize("hold", [1, 300])
-def test_holding_less_gives_the_same_values_under_dropout(hold: int) -> None:
-    model, loss, batch = ZOO["conv_net"].make()
-    values = probe(score.update_gain(), model, adamw(model), loss, batch)
-    assert probe(score.update_gain(hold=hold), model, adamw(model), loss, batch) == close(values)
-
-
-@pytest.mark.parametrize("signal", [ONE_BATCH, score.update_gain(), score.grad_norm(), score.fisher()], ids=lambda s: s.name)
+@pytest.mark.parametrize("signal", [GAIN, score.grad_norm(), score.fisher()], ids=lambda s: s.name)
 def test_a_scaled_loss_gives_the_same_values(signal: score.Signal) -> None:
     model, loss, batch = ZOO["branches"].make()
     values = probe(signal, model, adamw(model), loss, batch)
@@ -269,7 +226,7 @@ def held(model: nn.Module, run: Callable[[], Any]) -> list[int]:
     return amounts
 
 
-@pytest.mark.parametrize("signal", [ONE_BATCH, score.grad_norm()], ids=lambda s: s.name)
+@pytest.mark.parametrize("signal", [GAIN, score.grad_norm()], ids=lambda s: s.name)
 def test_gradients_stream(signal: score.Signal) -> None:
     """At most one gradient stands at a time, and none afterwards."""
     model, loss, batch = ZOO["branches"].make()
@@ -289,15 +246,6 @@ def test_fisher_computes_hardly_a_gradient_of_a_parameter() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_cross_batch_probe_holds_what_it_may() -> None:
-    model, loss, batch = ZOO["branches"].make()
-    sizes = [param.numel() * 4 for param in model.parameters()]
-    whole = held(model, lambda: probe(score.update_gain(), model, sgd(model), loss, batch))
-    part = held(model, lambda: probe(score.update_gain(hold=max(sizes)), model, sgd(model), loss, batch))
-    assert sum(sizes) <= max(whole) <= sum(sizes) + max(sizes)
-    assert max(part) <= 2 * max(sizes) < max(whole)
-
-
 def test_sparse_gradients_are_worth_what_dense_ones_are() -> None:
     def make(sparse: bool) -> dict[str, float]:
         torch.manual_seed(0)
@@ -307,7 +255,7 @@ def test_sparse_gradients_are_worth_what_dense_ones_are() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return {
             **probe(score.grad_norm(), model, optimizer, loss, (ids, y)),
-            **probe(ONE_BATCH, model, optimizer, loss, (ids, y)),
+            **probe(GAIN, model, optimizer, loss, (ids, y)),
         }
 
     assert make(sparse=True) == close(make(sparse=False))
@@ -316,8 +264,7 @@ def test_sparse_gradients_are_worth_what_dense_ones_are() -> None:
 # ---------------------------------------------------------------- law 7: worths add up
 
 SIGNALS: dict[str, score.Signal] = {
-    "update_gain": ONE_BATCH,
-    "cross-batch update_gain": score.update_gain(),
+    "update_gain": GAIN,
     "fisher": score.fisher(),
     "grad_norm": score.grad_norm(),
     "weight_norm": score.weight_norm(),
@@ -511,15 +458,9 @@ def test_random_hangs_on_seed_and_round_and_on_nothing_else() -> None:
 
 def test_unused_parameters_are_worth_nothing() -> None:
     model, loss, batch = ZOO["unused"].make()
-    for signal in (ONE_BATCH, score.update_gain(), score.fisher(), score.grad_norm()):
+    for signal in (GAIN, score.fisher(), score.grad_norm()):
         values = probe(signal, model, adamw(model), loss, batch)
         assert values["spare.weight"] == values["spare.bias"] == 0 and values["last.weight"] != 0
-
-
-@pytest.mark.parametrize("given", [{"batches": 0}, {"smooth": 1.0}, {"smooth": -0.1}])
-def test_a_signal_checks_its_settings(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"update_gain: batches must be at least 1 and smooth in \[0, 1\)"):
-        score.update_gain(**given)
 
 
 # ---------------------------------------------------------------- a signal of one's own
@@ -598,7 +539,7 @@ class Poisoned(nn.Module):
         return self.last(torch.tanh(self.first(x))) + self.poison.sqrt().sum() * torch.tensor([self.strength, 0, 0, 0])
 
 
-@pytest.mark.parametrize("signal", [ONE_BATCH, score.update_gain(), score.grad_norm()], ids=["whole", "cross", "norm"])
+@pytest.mark.parametrize("signal", [GAIN, score.grad_norm()], ids=["gain", "norm"])
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("strength", [0.0, 1.0], ids=["not a number", "infinite"])
 def test_a_gradient_that_is_no_number_spoils_its_own_unit_only(signal: score.Signal, make: Make, strength: float) -> None:
@@ -624,7 +565,7 @@ def test_a_loss_that_is_no_number_is_an_error(signal: score.Signal, bad: float) 
 # ---------------------------------------------------------------- no trace
 
 
-@pytest.mark.parametrize("signal", [*SIGNALS.values(), score.update_gain(hold=300)], ids=[*SIGNALS, "held"])
+@pytest.mark.parametrize("signal", SIGNALS.values(), ids=SIGNALS.keys())
 @every_case
 def test_probing_leaves_no_trace(case: Case, signal: score.Signal) -> None:
     model, optimizer, loss, batch = mid_training(case)
@@ -635,15 +576,13 @@ def test_probing_leaves_no_trace(case: Case, signal: score.Signal) -> None:
     assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("signal", "at_call"), [(ONE_BATCH, 1), (score.update_gain(), 2), (score.update_gain(hold=1), 5), (score.fisher(), 1)]
-)
+@pytest.mark.parametrize("signal", [GAIN, score.fisher()], ids=["gain", "fisher"])
 @pytest.mark.parametrize("name", ["conv_net", "transformer", "checkpointed"])
-def test_a_loss_that_raises_leaves_no_trace(name: str, signal: score.Signal, at_call: int) -> None:
+def test_a_loss_that_raises_leaves_no_trace(name: str, signal: score.Signal) -> None:
     model, optimizer, loss, batch = mid_training(ZOO[name])
     before = fingerprint(model, optimizer)
     with pytest.raises(RuntimeError, match="midway"):
-        probe(signal, model, optimizer, failing(loss, at_call), batch)
+        probe(signal, model, optimizer, failing(loss, 1), batch)
     assert fingerprint(model, optimizer) == before
 
 
@@ -665,7 +604,7 @@ def test_only_what_is_asked_for_is_probed() -> None:
     ran: list[str] = []
     handles = [p.register_post_accumulate_grad_hook(lambda _, n=n: ran.append(n)) for n, p in model.named_parameters()]
     one = [Unit("head", (Part("a_last.weight"), Part("a_last.bias")))]
-    assert probe(ONE_BATCH, model, sgd(model), loss, batch, units=one)["head"] > 0
+    assert probe(GAIN, model, sgd(model), loss, batch, units=one)["head"] > 0
     assert set(ran) == {"a_last.weight", "a_last.bias"}
     for handle in handles:
         handle.remove()
@@ -700,7 +639,7 @@ def test_an_expanded_buffer_is_no_obstacle() -> None:
     assert probe(score.grad_norm(), model, sgd(model), lambda m, x: m(x).square().mean(), torch.randn(6, 5))["weight"] > 0
 
 
-@pytest.mark.parametrize("signal", [ONE_BATCH, score.update_gain(), score.fisher()], ids=["whole", "cross", "fisher"])
+@pytest.mark.parametrize("signal", [GAIN, score.fisher()], ids=["gain", "fisher"])
 def test_parameters_of_the_loss_itself_get_no_gradient(signal: score.Signal) -> None:
     model, scale = nn.Linear(5, 4), nn.Parameter(torch.ones(()))
     probe(signal, model, sgd(model), lambda m, x: (m(x) * scale).square().mean(), torch.randn(6, 5))

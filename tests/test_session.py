@@ -99,8 +99,8 @@ def cycling(every: int = 1, **changes: Any) -> Policy:
     return Policy(*words, head=False, **changes)
 
 
-def by_gain(when: schedule.Schedule, budget: Budget, **signal: Any) -> Policy:
-    return Policy(units.layers(), score.update_gain(**{"cross": False, **signal}), steady, solve.knapsack(), when, budget)
+def by_gain(when: schedule.Schedule, budget: Budget) -> Policy:
+    return Policy(units.layers(), score.update_gain(), steady, solve.knapsack(), when, budget)
 
 
 def flags(model: nn.Module) -> dict[str, bool]:
@@ -717,25 +717,6 @@ def test_what_was_watched_survives_a_stop(tmp_path: Path) -> None:
         changed_at.append(k)
     assert 44 < changed_at[0] < 119
     assert changed_at[0] == changed_at[1]
-
-
-def standing(model: nn.Module) -> torch.optim.Optimizer:
-    """Moves nothing, so that probes can be repeated by hand."""
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
-def by_norm(every: int, **signal: Any) -> Policy:
-    policy = by_gain(schedule.every(steps=every), Budget(time=0.6))
-    return replace(policy, signal=replace(score.grad_norm(), **signal))
-
-
-def probed_by_hand(policy: Policy, *batches: Batch) -> dict[str, float]:
-    """The mean value of each layer of a fresh chain over these batches."""
-    model = make()
-    layers = [Unit(n, (Part(f"{n}.weight"), Part(f"{n}.bias"))) for n in ("head", *(f"layers.{i}" for i in range(4)))]
-    probes = [score.probe(policy.signal, model, standing(model), classify, batch, layers) for batch in batches]
-    assert all(value > 0 for probe in probes for value in probe.values())
-    return {unit.name: sum(probe[unit] for probe in probes) / len(probes) for unit in layers}
 
 
 # ---------------------------------------------------------------- fit

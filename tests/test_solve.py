@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -18,17 +19,14 @@ from instances import bits, brute_force, chain_rows, graph_rows, laws, problem, 
 from pliant.planning.solve import (
     Problem,
     Solver,
+    coverage,
     cycle,
-    filled,
     fixed,
     freeze,
     greedy,
     knapsack,
     milp,
     sample,
-    spread,
-    tempered,
-    where_norms_rest,
     with_ends,
 )
 
@@ -187,15 +185,12 @@ SOLVERS = {
     "milp": milp(),
     "milp, one node": milp(nodes=1),
     "greedy": greedy(),
-    "greedy by ratio": greedy("ratio"),
     "greedy in order": greedy("order", stop=True),
     "sample": sample(),
     "sample three": sample(3),
     "cycle": cycle(2),
-    "filled": filled(milp()),
-    "tempered": tempered(milp()),
-    "spread": spread(),
-    "spread, nothing alike": spread(0),
+    "coverage": coverage(),
+    "coverage, values add up": coverage(0, power=1),
 }
 
 
@@ -208,7 +203,7 @@ def test_every_solver_keeps_every_limit(name: str) -> None:
             assert keeps(given_, SOLVERS[name](given_))
 
 
-@pytest.mark.parametrize("solver", [knapsack(), knapsack(1000), milp(), greedy(), sample(), cycle(), spread()])
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(1000), milp(), greedy(), sample(), cycle(), coverage()])
 def test_what_is_always_chosen_stays(solver: Solver) -> None:
     for seed in range(6):
         graph = replace(random_graph(seed, units=16), always=np.arange(16) % 5 == 2)
@@ -258,7 +253,7 @@ def test_what_two_units_share_is_not_on_the_way_of_the_others() -> None:
 # ---------------------------------------------------------------- everything of positive value
 
 
-@pytest.mark.parametrize("solver", [knapsack(), knapsack(10), milp(), greedy(), greedy("ratio"), spread(), spread(0)])
+@pytest.mark.parametrize("solver", [knapsack(), knapsack(10), milp(), greedy(), coverage(), coverage(0)])
 @pytest.mark.parametrize("units", [5, 20])
 def test_a_full_budget_chooses_everything_of_positive_value(units: int, solver: Solver) -> None:
     for seed in range(5):
@@ -271,13 +266,13 @@ def test_a_full_budget_chooses_everything_of_positive_value(units: int, solver: 
 
 def test_without_limits_everything_of_positive_value_is_chosen() -> None:
     free = problem([1, -1, 2], np.eye(3), np.zeros((0, 3)), [])
-    for solver in (knapsack(), milp(), greedy(), spread()):
+    for solver in (knapsack(), milp(), greedy(), coverage()):
         assert names(free, solver(free)) == "ac"
 
 
 def test_what_costs_nothing_is_chosen_on_any_budget() -> None:
     gift = problem([1, 1, 1], [[1, 0, 0], [0, 0, 1]], [[4, 2]], [0])
-    for solver in (knapsack(), milp(), greedy(), spread()):
+    for solver in (knapsack(), milp(), greedy(), coverage()):
         assert names(gift, solver(gift)) == "b"
 
 
@@ -426,10 +421,9 @@ def plain(limit: float, **more: int) -> Problem:
     return problem([1, 9, 4, 6, -2], np.eye(5), [[1, 9, 1, 3, 1]], [limit], **more)
 
 
-def test_greedy_goes_by_value_or_ratio_or_order() -> None:
+def test_greedy_goes_by_value_or_order() -> None:
     assert names(plain(9), greedy()(plain(9))) == "b"
-    assert names(plain(9), greedy("ratio")(plain(9))) == "acd"
-    assert names(plain(9), greedy("order")(plain(9))) == "acde", "in order, values are not looked at"
+    assert names(plain(9), greedy("order")(plain(9))) == "acde", "in order, values do not count"
 
 
 def test_greedy_can_stop_at_the_first_that_does_not_fit() -> None:
@@ -439,40 +433,16 @@ def test_greedy_can_stop_at_the_first_that_does_not_fit() -> None:
 
 
 def test_greedy_refuses_an_unknown_order() -> None:
-    with pytest.raises(ValueError, match=r"greedy\(by='size'\): choose 'value', 'ratio', 'score' or 'order'"):
+    with pytest.raises(ValueError, match=r"greedy\(by='size'\): choose 'value', 'score' or 'order'"):
         greedy("size")
 
 
-def test_what_is_left_goes_to_units_without_a_known_value_from_the_loss_outwards() -> None:
-    """A value of exactly 0 is known: there is no gradient."""
-    some = problem([-1, 9, -4, 0, -2, -3], np.eye(6), [[1, 4, 3, 1, 1, 1]], [7])
-    assert names(some, milp()(some)) == "b"
-    assert names(some, filled(milp())(some)) == "abef", "c does not fit any more, and d has no gradient"
-    wide = at(some, 100)
-    assert names(wide, filled(milp())(wide)) == "abcef"
-    nothing = problem([-1, -9], np.eye(2), [[1, 1]], [5])
-    assert names(nothing, filled(milp())(nothing)) == "", "what to choose where nothing is known is for the caller to say"
-
-
-def test_tempered_values_prefer_many_that_are_cheap_to_one_that_is_dear() -> None:
+def test_roots_of_values_prefer_many_that_are_cheap_to_one_that_is_expensive() -> None:
     some = problem([20, 1, 1, 1, -5, 0], np.eye(6), [[3, 1, 1, 1, 1, 1]], [3])
-    assert names(some, milp()(some)) == "a"
-    assert names(some, tempered(milp())(some)) == "bcd", "the fourth root of 20 is 2.1"
-    assert names(some, tempered(milp(), 1)(some)) == "a"
-    assert names(some, tempered(milp(), 0)(some)) == "bcd", "neither what loses nor what has no gradient"
-    assert names(at(some, 100), tempered(milp())(at(some, 100))) == "abcd"
-    for power in (-0.1, 1.1):
-        with pytest.raises(ValueError, match="from 0, where every unit counts the same"):
-            tempered(milp(), power)
-
-
-def test_filling_changes_nothing_where_the_solver_leaves_no_room() -> None:
-    for seed in range(8):
-        graph = random_graph(seed, units=15)
-        tight = at(graph, 0.4 * graph.price.sum())
-        chosen, full = milp()(tight), filled(milp())(tight)
-        assert full[chosen].all() and keeps(tight, full)
-        assert not (full & ~chosen)[tight.values > 0].any(), "milp leaves nothing of value that would fit"
+    assert names(some, coverage(0, power=1)(some)) == "a"
+    assert names(some, coverage(0)(some)) == "bcd", "the fourth root of 20 is 2.1"
+    assert names(some, coverage(0, power=0)(some)) == "bcd", "neither a negative value nor 0"
+    assert names(at(some, 100), coverage()(at(some, 100))) == "abcd"
 
 
 def test_fixed_takes_what_matches_and_what_is_always_chosen() -> None:
@@ -583,9 +553,11 @@ BAD: Sequence[tuple[str, object]] = (
     ("freeze", lambda: freeze(start=float("nan"))),
     ("milp", lambda: milp(gap=-0.1)),
     ("milp", lambda: milp(nodes=0)),
-    ("spread", lambda: spread(1.0)),
-    ("spread", lambda: spread(-0.1)),
-    ("spread", lambda: spread(float("nan"))),
+    ("coverage", lambda: coverage(1.0)),
+    ("coverage", lambda: coverage(-0.1)),
+    ("coverage", lambda: coverage(float("nan"))),
+    ("coverage", lambda: coverage(power=-0.1)),
+    ("coverage", lambda: coverage(power=1.1)),
 )
 
 
@@ -595,81 +567,77 @@ def test_numbers_that_make_no_sense_are_refused_at_once(name: str, make: Solver)
         make()  # type: ignore[call-arg]
 
 
-# ---------------------------------------------------------------- units that stand for their neighbours
+# ---------------------------------------------------------------- units that count for their neighbours
 
 
-def worth_spread(given_: Problem, chosen: np.ndarray, alike: float) -> float:
-    """What a choice is worth where units stand for their neighbours, by the words of `spread`."""
-    values, taken = np.maximum(given_.values, 0), np.flatnonzero(chosen)
-    counts = [np.minimum(v, values[taken]) * alike ** np.abs(u - taken) for u, v in enumerate(values)]
+def covered(given_: Problem, chosen: np.ndarray, discount: float) -> float:
+    """What a choice is worth where units count for their neighbours, by the formula of `coverage`."""
+    values, taken = np.maximum(given_.values, 0) ** 0.25, np.flatnonzero(chosen)
+    counts = [np.minimum(v, values[taken]) * discount ** np.abs(u - taken) for u, v in enumerate(values)]
     return float(sum(count.max(initial=0.0) for count in counts))
 
 
-def best_spread(given_: Problem, alike: float) -> float:
+def best_coverage(given_: Problem, discount: float) -> float:
     choices = (np.array(mask) for mask in product((False, True), repeat=len(given_.values)))
     sound = (mask for mask in choices if mask[given_.always].all() and given_.fits(mask))
-    return max(worth_spread(given_, mask, alike) for mask in sound)
+    return max(covered(given_, mask, discount) for mask in sound)
 
 
 def test_neighbours_of_what_is_chosen_are_worth_little() -> None:
     """Six units alike, each two away from the loss pays the way: three beside each other, or two that reach further."""
     row = problem([1.0] * 6, chain_rows(6), [[1.0] * 6 + [1.0] * 6], [6.0], always=[0])
     assert names(row, milp()(row)) == "abc"
-    assert names(row, spread(0)(row)) == "abc"
-    assert names(row, spread(0.9)(row)) == "ad", "b and c have neighbours on both sides"
+    assert names(row, coverage(0)(row)) == "abc"
+    assert names(row, coverage(0.9)(row)) == "ad", "b and c have neighbours on both sides"
 
 
-def test_what_is_worth_little_stands_for_little() -> None:
+def test_what_is_worth_little_counts_for_little() -> None:
     beside = problem([1.0, 0.01, 1.0], np.eye(3), [[9.0, 1.0, 3.0]], [3.0])
-    assert names(beside, spread(0.9)(beside)) == "c", "b is cheap, and near to both"
+    assert names(beside, coverage(0.9)(beside)) == "c", "b is cheap, and near to both"
     level = replace(beside, values=np.array([1.0, 1.0, 1.0]))
-    assert names(level, spread(0.9)(level)) == "b"
-
-
-def test_norms_at_rest_may_have_a_solver_of_their_own() -> None:
-    row = problem([1.0] * 6, chain_rows(6), [[1.0] * 6 + [1.0] * 6], [6.0], always=[0])
-    either = where_norms_rest(spread(0.9), otherwise=milp())
-    assert names(row, either(row)) == "abc"
-    assert names(row, either(replace(row, norms_rest=True))) == "ad"
+    assert names(level, coverage(0.9)(level)) == "b"
 
 
 @laws(60)
 @given(problems("graph", most=8, limits=2), st.sampled_from([0.0, 0.3, 0.8, 0.95]))
-def test_spread_is_the_best_of_few_units(graph: Problem, alike: float) -> None:
-    chosen = spread(alike)(graph)
+def test_coverage_is_the_best_of_few_units(graph: Problem, discount: float) -> None:
+    chosen = coverage(discount)(graph)
     assert keeps(graph, chosen)
-    assert worth_spread(graph, chosen, alike) == pytest.approx(best_spread(graph, alike))
+    assert covered(graph, chosen, discount) == pytest.approx(best_coverage(graph, discount))
 
 
-def test_a_value_that_is_not_a_number_is_worth_nothing_to_spread() -> None:
+def test_a_value_that_is_not_a_number_is_worth_nothing_to_coverage() -> None:
     for units in (9, 20):
         chain = random_chain(1, units)
         odd = replace(chain, values=np.where(np.arange(units) == 4, np.nan, chain.values))
-        chosen = spread()(odd)
+        chosen = coverage()(odd)
         assert keeps(odd, chosen) and chosen.any() and not chosen[4]
 
 
-def test_a_peak_of_many_moments_has_one_price_to_spread() -> None:
+def test_a_peak_of_many_moments_has_one_price_to_coverage() -> None:
     """Sixty moments that are alike weigh no more than one of them."""
     for seed in range(12):
         chain = random_chain(seed, 20, limits=2)
         both = replace(chain, limits=0.8 * chain.limits, resource=("seconds", "bytes"))
         rows = [0] + [1] * 60
         many = replace(both, price=both.price[rows], limits=both.limits[rows], resource=("seconds", *["bytes"] * 60))
-        assert spread()(many).tolist() == spread()(both).tolist()
+        assert coverage()(many).tolist() == coverage()(both).tolist()
 
 
 @pytest.mark.parametrize("make", [random_chain, random_graph])
-@pytest.mark.parametrize(("alike", "starts"), [(0.0, 16), (0.5, 16), (0.8, 16), (0.95, 16), (0.5, 3), (0.8, 3)])
-def test_spread_is_near_the_best_of_more_units(make: Any, alike: float, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grown, and not looked through."""
-    monkeypatch.setattr("pliant.planning.solve.spread._FEW", 0)
-    monkeypatch.setattr("pliant.planning.solve.spread._STARTS", starts)
+@pytest.mark.parametrize(("discount", "starts"), [(0.0, 16), (0.5, 16), (0.8, 16), (0.95, 16), (0.5, 3), (0.8, 3)])
+def test_coverage_is_near_the_best_of_more_units(
+    make: Any, discount: float, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grown, and not enumerated."""
+    module = sys.modules["pliant.planning.solve.coverage"]
+    monkeypatch.setattr(module, "_FEW", 0)
+    monkeypatch.setattr(module, "_STARTS", starts)
     lost = []
     for seed in range(8):
         given_ = make(seed, 9, limits=1 + seed % 2)
-        best = best_spread(given_, alike)
-        lost.append((best - worth_spread(given_, spread(alike)(given_), alike)) / max(best, 1e-9))
+        best = best_coverage(given_, discount)
+        lost.append((best - covered(given_, coverage(discount)(given_), discount)) / max(best, 1e-9))
     assert max(lost) < 0.1, lost
     assert np.mean(lost) < 0.02, lost
 

@@ -19,8 +19,8 @@ from pliant import Unit, measure, recipes, units
 from pliant.apps.layer_report import survey
 from pliant.apps.models import load
 from pliant.cli import app
-from pliant.cost.peaks import Peaks, roof_seconds, rows
 from pliant.cost.profile import ChargeKind
+from pliant.cost.roofline import Peaks, roof_seconds, rows
 from pliant.graph.backward import read
 from pliant.runtime.sandbox import sandbox
 

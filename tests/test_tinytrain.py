@@ -23,7 +23,7 @@ from pliant.apps.fewshot.views import Views
 from pliant.apps.models import FoldedNet
 from pliant.graph.backward import read
 from pliant.planning.solve import Problem
-from pliant.runtime.memory import Live
+from pliant.runtime.memory import LiveBytes
 from pliant.runtime.sandbox import sandbox
 
 SMALL = ((3, 1, 16, 8), (5, 2, 24, 12), (3, 1, 36, 12))
@@ -140,9 +140,7 @@ def test_of_what_no_module_shows_pieces_add_up_too() -> None:
     assert list(found.values()) == pytest.approx(list(whole.values()), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "signal", [score.update_gain(cross=False), score.update_gain(), score.grad_norm()], ids=lambda s: s.name
-)
+@pytest.mark.parametrize("signal", [score.update_gain(), score.grad_norm()], ids=lambda s: s.name)
 def test_other_signals_are_the_mean_over_pieces(signal: score.Signal) -> None:
     model, loss, batch = task(samples=8)
     several = channels_of(model, loss, batch)
@@ -327,7 +325,7 @@ def full_backward_macs(backbone: nn.Module, support: ImageSet) -> int:
 def inference_peak(backbone: nn.Module, support: ImageSet) -> int:
     """Of the same images through the same network, one at a time, without gradients."""
     model = Prototypes(backbone).eval()
-    with Live(torch.device("cpu")) as live, torch.no_grad():
+    with LiveBytes(torch.device("cpu")) as live, torch.no_grad():
         live.forget()
         views = Views(support, 1, models.FOLDED_NORM, Augment())
         model.fit_(((images, labels) for images, labels, _ in views), len(support.classes))
@@ -353,7 +351,7 @@ def test_a_whole_adaptation_stays_inside_a_megabyte_and_its_macs(name: str, exac
     full = full_backward_macs(backbone, support)
     gc.collect()
     steps, per_step = 2, list[int]()
-    with Live(torch.device("cpu")) as live, BackwardMacs() as macs:
+    with LiveBytes(torch.device("cpu")) as live, BackwardMacs() as macs:
         live.forget()
 
         def tell(step: int, loss: float) -> None:

@@ -21,7 +21,7 @@ from pliant.apps import run_folder as folder
 from pliant.apps import tasks as task
 from pliant.apps.tasks import TaskError
 from pliant.apps.train import Options
-from pliant.cost import peaks as roofline
+from pliant.cost import roofline
 from pliant.runtime.files import write_aside
 
 _COMMAND = (sys.executable, "-c", "from pliant.cli import main; main()", "train")

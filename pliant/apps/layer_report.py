@@ -10,13 +10,11 @@ from rich.table import Table
 from torch import nn
 
 from pliant.core.types import Unit
-from pliant.cost.measure import timed
-from pliant.cost.peaks import Peaks, Row, letters, peaks, rows
+from pliant.cost.measure import read_graph, timed
 from pliant.cost.profile import Profile
+from pliant.cost.roofline import Peaks, RooflineRow, letters, peaks, rows
 from pliant.graph import units as kinds
-from pliant.graph.backward import read
 from pliant.runtime.batches import Loss
-from pliant.runtime.sandbox import sandbox
 
 _WIDTHS = {"": 1, "unit": 12, "FLOP/B": 6, "roof": 4, "bound": 7}
 
@@ -27,7 +25,7 @@ class Survey:
 
     profile: Profile
     units: tuple[Unit, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[RooflineRow, ...]
     peaks: Peaks
 
     def alone(self, unit: Unit) -> tuple[float, float]:
@@ -107,8 +105,8 @@ def survey(
 
     The measurement leaves no trace.
     """
-    profile = timed(model, optimizer, loss, batch)
-    return Sketch(model, loss, batch, units).survey(profile, peaks_of)
+    sketch = Sketch(model, loss, batch, units)
+    return sketch.survey(timed(model, optimizer, loss, batch, graph=sketch.graph), peaks_of)
 
 
 class Sketch:
@@ -116,12 +114,11 @@ class Sketch:
 
     def __init__(self, model: nn.Module, loss: Loss, batch: Any, units: kinds.Units | None = None) -> None:
         self._first = next(model.parameters())
-        with sandbox(model):
-            self._graph = read(model, loss, batch)
-        found = (units or kinds.layers())(self._graph)
-        self._units = tuple(unit for unit in found if not set(unit.params) <= set(self._graph.unused))
+        self.graph = read_graph(model, loss, batch)
+        found = (units or kinds.layers())(self.graph)
+        self._units = tuple(unit for unit in found if not set(unit.params) <= set(self.graph.unused))
 
     def survey(self, profile: Profile, peaks_of: Peaks | None = None) -> Survey:
         """With what was measured meanwhile, against the peaks of this device if no others are given."""
         found = peaks_of or peaks(self._first.device, self._first.dtype)
-        return Survey(profile, self._units, tuple(rows(self._graph, profile, self._units)), found)
+        return Survey(profile, self._units, tuple(rows(self.graph, profile, self._units)), found)

@@ -39,7 +39,7 @@ def profile(
     from pliant import units
     from pliant.apps import tasks as task
     from pliant.apps.layer_report import survey
-    from pliant.cost import peaks as roofline
+    from pliant.cost import roofline
 
     console = Console()
     torch.set_num_threads(threads)

@@ -1,8 +1,7 @@
-"""What may be spent: where a run stands, and what one step, or a whole run, may cost."""
+"""Budgets: how far a run has come, and what one step, or a whole run, may cost."""
 
 from __future__ import annotations
 
-import math
 import numbers
 import re
 from collections.abc import Callable
@@ -14,10 +13,10 @@ from pliant.core.types import Cost
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: optimizer steps and selections so far, and what is known of its length.
+    """How far a run has come: optimizer steps and selections so far, and its length where that is known.
 
-    `elapsed` is the time since the session began, everything included; `aside` what passes between two steps (loading,
-    evaluating), on average. Both are seconds by the clock on the wall.
+    `elapsed` is the time since the session began, everything included; `aside` the mean time between two steps (loading,
+    evaluating). Both are seconds of wall time.
     """
 
     step: int = 0
@@ -41,7 +40,14 @@ class Progress:
         return min(self.step / max(self.total_steps, 1), 1.0)
 
 
-Amount = float | str
+@dataclass(frozen=True)
+class Absolute:
+    """An amount in seconds, bytes, MACs or joules, as the resource says; a bare float is a share of a full step."""
+
+    amount: float
+
+
+Amount = float | str | Absolute
 Limit = Amount | Callable[[Progress], Amount] | None
 
 _UNITS = {
@@ -53,38 +59,40 @@ _UNITS = {
 RESOURCES = {"time": "seconds", "memory": "bytes", "macs": "macs", "energy": "joules"}
 
 
-def _amount(kind: str, given: Amount, full: float | None) -> float:
-    """An absolute amount from a share of `full` or from a number with its unit."""
+def _parsed(kind: str, given: Amount) -> float | Absolute:
+    """A share of a full step, or an absolute amount. The only place where amounts are read from text."""
     where = ", ".join(_UNITS[kind])
+    if isinstance(given, Absolute):
+        return given
     if isinstance(given, str):
         found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]+)\s*", given)
         if not found or found[2] not in _UNITS[kind]:
             raise ValueError(f"{kind}={given!r} is not an amount: write a share like 0.4, or a number with {where}.")
         amount = float(found[1]) * _UNITS[kind][found[2]]
         if amount <= 0:
-            raise ValueError(f"{kind}={given!r} must be more than nothing.")
-        return amount
+            raise ValueError(f"{kind}={given!r} must be more than 0.")
+        return Absolute(amount)
     if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < given <= 1:
         raise ValueError(f"{kind}={given!r} is neither a share in (0, 1] of a full step nor a number with {where}.")
-    return float("inf") if full is None else float(given) * full
+    return float(given)
 
 
-def within(whole_run: str) -> Callable[[Progress], str]:
+def within(whole_run: str) -> Callable[[Progress], Absolute]:
     """A time limit for a whole run: what is left of it is spread over the steps that are left. Needs `total_steps` or `fit`.
 
     >>> ten_minutes = within("10min")
     >>> ten_minutes(Progress(step=100, total_steps=400, elapsed=300.0, aside=0.25))
-    '0.75s'
+    Absolute(amount=0.75)
     """
-    seconds = _amount("time", whole_run, None) if isinstance(whole_run, str) else math.nan
-    if math.isnan(seconds):
+    whole = _parsed("time", whole_run) if isinstance(whole_run, str) else None
+    if not isinstance(whole, Absolute):
         raise ValueError(f"within({whole_run!r}): give a time with its unit, like within('20min').")
 
-    def limit(progress: Progress) -> str:
+    def limit(progress: Progress) -> Absolute:
         if progress.total_steps is None:
             raise ValueError(f"within({whole_run!r}) needs the length of the run: give Session total_steps=…, or use fit().")
         left = max(progress.total_steps - progress.step, 1)
-        return f"{max((seconds - progress.elapsed) / left - progress.aside, 1e-9):.9g}s"
+        return Absolute(max((whole.amount - progress.elapsed) / left - progress.aside, 1e-9))
 
     return limit
 
@@ -106,7 +114,7 @@ class Budget:
         for kind in RESOURCES:
             given = getattr(self, kind)
             if given is not None and not callable(given):
-                _amount(kind, given, None)
+                _parsed(kind, given)
 
     def limits(self, full: Cost, progress: Progress | None = None) -> dict[str, float]:
         """Absolute limits by field of `Cost`, for what is limited at all."""
@@ -122,5 +130,6 @@ class Budget:
                 raise BudgetError(
                     f"{kind}={given!r} cannot be kept: this profile holds no {name}; measure with another `cost`."
                 )
-            out[name] = _amount(kind, given, total)
+            amount = _parsed(kind, given)
+            out[name] = amount.amount if isinstance(amount, Absolute) else amount * total
         return out

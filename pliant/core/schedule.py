@@ -1,4 +1,4 @@
-"""When to choose again: `once`, `every`, `growing`, `on_drift`; and `ramp`, a number that moves with progress."""
+"""When to choose again: `once`, `every`, `on_drift`; and `ramp`, a number that changes with progress."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from pliant.core.budget import Progress
 class Schedule:
     """`due(now, last, drift)` says whether to choose again.
 
-    `last` is where the run stood at the last selection; `drift` tells how far the values of the chosen units have turned since
-    (0: not at all, 1: nothing in common; None: not known yet) and is only watched where `watches` is set.
+    `now` and `last` are the progress now and at the last selection. `drift` is how far the chosen units' values have turned
+    since then (0: not at all, 1: nothing in common; None: not known yet); it is measured only where `watches` is set.
     """
 
     name: str
     due: Callable[[Progress, Progress, float | None], bool]
     needs_epochs: bool = False
     watches: bool = False
-    comes_due: bool = True  # ever
-    lasts: int = 0  # steps: where a run has fewer left, nothing is chosen again
+    lasts: int = 0  # steps: if fewer are left in the run, nothing is chosen again
 
 
 def once() -> Schedule:
     """Choose before the first step and never again."""
-    return Schedule("once", lambda now, last, drift: False, comes_due=False)
+    return Schedule("once", lambda now, last, drift: False)
 
 
 def every(steps: int | None = None, epochs: float | None = None, share: float | None = None) -> Schedule:
-    """Choose again after so many optimizer steps, so many epochs or such a share of the run.
+    """Choose again after a number of optimizer steps, of epochs, or after a share of the run.
 
     >>> every(steps=100).due(Progress(step=250), Progress(step=150), None)
     True
@@ -40,7 +39,7 @@ def every(steps: int | None = None, epochs: float | None = None, share: float | 
         raise ValueError(f"every() takes steps=…, epochs=… or share=…, one of them (given: {steps=}, {epochs=}, {share=}).")
     interval = given[0]
     if not interval > 0:
-        raise ValueError(f"every({steps=}, {epochs=}, {share=}): something must lie between two selections.")
+        raise ValueError(f"every({steps=}, {epochs=}, {share=}): the interval must be more than 0.")
     if share is not None and share > 1:
         raise ValueError(f"every({share=}): a share of the run, at most 1.")
     if steps is not None:
@@ -58,40 +57,17 @@ def every(steps: int | None = None, epochs: float | None = None, share: float | 
     return Schedule(f"every {interval} {'epochs' if share is None else 'of the run'}", due, needs_epochs=share is None)
 
 
-def growing(first: int = 50, factor: int = 20, share: float = 0.15) -> Schedule:
-    """Choose again after `first` steps, and whenever the run is `factor` times as old: often while much changes, seldom later.
-
-    In a run that is known to be short, all of it comes sooner: the first after that `share` of its steps.
-
-    >>> again = growing(50, 8)
-    >>> [step for step in range(1, 4000) if again.due(Progress(step=step), Progress(step=step - 1), None)]
-    [50, 400, 3200]
-    """
-    if first < 1 or factor < 2 or not 0 < share <= 1:
-        raise ValueError(
-            f"growing({first=}, {factor=}, {share=}): after one step at the earliest, at least twice as old, a share up to 1."
-        )
-
-    def due(now: Progress, last: Progress, drift: float | None) -> bool:
-        at = first if now.total_steps is None else max(min(first, round(share * now.total_steps)), 1)
-        while at <= last.step:
-            at *= factor
-        return at <= now.step
-
-    return Schedule(f"at steps {first}, {first * factor}, {first * factor**2}, …", due)
-
-
 def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = None) -> Schedule:
     """Choose again when the value vector of the chosen units has turned away from the one last used.
 
     Drift is 1 − cos of the two vectors; it is read off gradients that training computes anyway. Never sooner than `at_least`
-    steps after the last selection; with `at_most`, never later than that either. Nor in the last `at_least` steps of a run
-    whose length is known: what takes a while to pay for itself would not.
+    steps after the last selection; with `at_most`, never later than that. In a run of known length, nothing is chosen in the
+    last `at_least` steps: a new choice would not pay for itself.
     """
     if not 0 < threshold <= 2:
-        raise ValueError(f"on_drift(threshold={threshold}): drift is 1 − cos, so the threshold lies in (0, 2].")
+        raise ValueError(f"on_drift(threshold={threshold}): drift is 1 − cos, so the threshold must be in (0, 2].")
     if at_most is not None and at_most < at_least:
-        raise ValueError(f"on_drift({at_least=}, {at_most=}): the latest moment lies before the earliest.")
+        raise ValueError(f"on_drift({at_least=}, {at_most=}): at_most is less than at_least.")
 
     def due(now: Progress, last: Progress, drift: float | None) -> bool:
         since = now.step - last.step
@@ -103,7 +79,7 @@ def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = N
 
 
 def ramp(start: float, end: float, until: float = 1.0) -> Callable[[Progress], float]:
-    """A number that goes in a straight line from `start` to `end` while the run goes from its beginning to `until` (a share).
+    """A number that goes linearly from `start` to `end` while the run goes from its beginning to `until` (a share).
 
     For budgets that change over a run: `Budget(time=ramp(1.0, 0.4))` begins with full steps and ends with short ones.
 

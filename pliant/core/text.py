@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-NOTHING = "–"  # stands where a number is not known
+NOTHING = "–"  # shown where a number is not known
 
 
 def plain(text: object) -> str:
@@ -29,7 +29,7 @@ class Html(str):
 
 
 def tag(name: str, /, *content: str, **attributes: str | float | bool | None) -> Html:
-    """An element. An underscore stands for a hyphen, one at the end for nothing; False and None leave an attribute out.
+    """An element. In names of attributes, an underscore is a hyphen, and one at the end is dropped; False and None omit one.
 
     >>> tag("td", "a < b", Html("<i></i>"), class_="n", data_cost="5 ms", hidden=True)
     '<td class="n" data-cost="5 ms" hidden>a &lt; b<i></i></td>'
@@ -122,7 +122,7 @@ def _scaled(amount: float, units: Sequence[tuple[float, str]]) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under a title; the first `words` columns are text, the others numbers, which stand to the right."""
+    """Rows of cells under a title; the first `words` columns are text, the others numbers, aligned to the right."""
 
     title: str
     columns: tuple[str, ...]

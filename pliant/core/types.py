@@ -1,4 +1,4 @@
-"""The nouns: what can be chosen, a cost, and what was decided; and the errors.
+"""The nouns: units and their parts, costs, and selections.
 
 Arithmetic and JSON only: nothing here knows about torch, so every decision can be replayed from a file.
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from pliant.core import text as markup
+from pliant.core import text
 
 # ---------------------------------------------------------------- what can be chosen
 
@@ -93,7 +93,7 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.macs + other.macs, joules)
 
     def times(self, share: float) -> Cost:
-        """A share of it; bytes and MACs are rounded up, but not for what the last bits of a float add.
+        """A share of it; bytes and MACs are rounded up, unless only the last bits of a float ask for it.
 
         >>> Cost(macs=12 * 72).times(7 / 12).macs, Cost(macs=7).times(0.5).macs, Cost(macs=10**15).times(1.0).macs == 10**15
         (504, 4, True)
@@ -103,12 +103,9 @@ class Cost:
 
 
 def _rounded_up(amount: float) -> int:
-    """The next whole number; one that is missed by the last bits of a float alone is meant."""
+    """The next whole number; a number that the last bits of a float alone exceed is not rounded up."""
     near = round(amount)
     return near if abs(amount - near) <= _LAST_BITS * near else math.ceil(amount)
-
-
-# ---------------------------------------------------------------- files
 
 
 # ---------------------------------------------------------------- what was decided
@@ -118,8 +115,8 @@ def _rounded_up(amount: float) -> int:
 class Selection:
     """What was chosen, and enough to explain it: its cost, the limits it kept, each unit's value, when it was made.
 
-    `limit` is what was planned for; it differs from `asked`, what the budget says, where measured steps corrected it. `value`
-    is the sum over what was chosen for its value, or is always: what only fills up the budget is not in it.
+    `asked` are the limits of the budget; `limit` are those that were planned for, which differ where measured steps corrected
+    them. `value` is the sum over the chosen units of positive value and those that are always chosen.
     """
 
     units: tuple[Unit, ...]
@@ -159,10 +156,10 @@ class Selection:
     def _repr_html_(self) -> str:
         """How a notebook shows it: what was chosen, and what that is worth."""
         known = [name for name in ("seconds", "bytes", "macs") if getattr(self.full, name)]
-        costs = ", ".join(f"{markup.share(self.share(name))} of a full step’s {name}" for name in known)
-        rows = [(unit.name, markup.number(self.values.get(unit.name))) for unit in self.units]
+        costs = ", ".join(f"{text.share(self.share(name))} of a full step’s {name}" for name in known)
+        rows = [(unit.name, text.number(self.values.get(unit.name))) for unit in self.units]
         title = f"Round {self.round}, from step {self.step + 1}: {len(self.units)} of {len(self.values)} units; {costs}"
-        return markup.Table(title, ("unit", "value"), rows).first(20).html()
+        return text.Table(title, ("unit", "value"), rows).first(20).html()
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in ("value", "round", "step")} | {

@@ -1,4 +1,4 @@
-"""A graph, and what was measured of it → the charges of a `Profile`. Arithmetic only: nothing here runs the model."""
+"""A graph and its measurements → the charges of a `Profile`. Arithmetic only: nothing here runs the model."""
 
 from __future__ import annotations
 
@@ -9,41 +9,16 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pliant.core.types import Cost
 from pliant.cost.charge import Charge, ChargeKind
+from pliant.cost.measurements import Array, Sizes, Times
 from pliant.cost.profile import Profile
 from pliant.graph.backward import BIAS, Graph, Node
-from pliant.graph.forward_trace import CARRIERS, MASKS, Saves
+from pliant.graph.forward_trace import MASKS, Saves
 
 PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
 _ATTENTION = 2.5  # backward of fused attention: dQ, dK, dV, dP and the scores once more, against two products forward
-
-Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a step: per node with everything asked for, with input gradients alone, and for each parameter at it alone;
-    the forward pass with norms at rest, and what each norm's own work adds to it; the optimizer."""
-
-    everything: Array
-    inputs: Array
-    alone: Mapping[tuple[int, str], float] = field(default_factory=dict)
-    norms: Mapping[int, float] = field(default_factory=dict)
-    forward: float = 0.0
-    unseen: float = 0.0  # per node: what no hook sees
-    fixed: float = 0.0  # optimizer
-    per_tensor: float = 0.0
-    per_byte: float = 0.0
-
-    def with_update(self, fixed: float, per_tensor: float, per_byte: float) -> Times:
-        return replace(self, fixed=fixed, per_tensor=per_tensor, per_byte=per_byte)
-
-    @classmethod
-    def none(cls, graph: Graph) -> Times:
-        return cls(np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes)))
 
 
 def modelled(graph: Graph, seconds: Callable[[int, int], float]) -> Times:
@@ -63,33 +38,10 @@ def modelled(graph: Graph, seconds: Callable[[int, int], float]) -> Times:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Bytes of a step beside what is kept: those that live while a node runs (with input gradients alone, and with everything
-    asked for), the optimizer's state of each parameter, and its scratch memory, taken up for all parameters `together` or not.
-    """
-
-    inputs: Sequence[int]
-    everything: Sequence[int]
-    state: Mapping[str, int]
-    scratch: Mapping[str, int] = field(default_factory=dict)
-    together: bool = False
-    inference: int = 0  # the peak of the forward pass alone
-    norms_move: bool = True  # whether a batch norm keeps statistics of the batch just when it is chosen
-
-    @classmethod
-    def counted(cls, graph: Graph, state: Mapping[str, int], norms_move: bool = True) -> Sizes:
-        """From shapes: a node's output gradient and its input gradients live while it runs; views take nothing."""
-        flow = [
-            0 if node.op in CARRIERS else max(node.moved - sum(graph.params[p] for p in node.params), 0) for node in graph.nodes
-        ]
-        return cls(flow, flow, state, norms_move=norms_move)
-
-
-@dataclass(frozen=True)
 class _Timeline:
     """The moments of a step: operations of the forward pass that may be its peak, the nodes of backward, the optimizer.
 
-    Before a node for which a checkpoint computes its part again: the operations of that part that may be its peak.
+    Before a node for which a checkpoint recomputes its part: the operations of that part that may be its peak.
     """
 
     forward: Sequence[int]  # operations, the end of the forward pass last
@@ -104,12 +56,12 @@ class _Timeline:
         return self.begin(i) + len(self.again.get(i, ()))
 
     def begin(self, i: int, operation: int = 0) -> int:
-        """When a node begins; with `operation`, when what is computed again for it has come that far."""
+        """When a node begins; with `operation`, when its recomputation has come that far."""
         return len(self.forward) + i + self._before[i] + bisect.bisect_left(self.again.get(i, ()), operation)
 
     @cached_property
     def _before(self) -> list[int]:
-        """How many moments of computing again lie before each node begins."""
+        """How many moments of recomputation come before each node begins."""
         return np.cumsum([0, *(len(self.again.get(i, ())) for i in range(self.nodes))]).tolist()
 
     @property
@@ -133,7 +85,7 @@ def profile(graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any],
     moments = (*(inference[k] for k in peaks), *[0] * (line.end - len(peaks)))
     builder = _Builder(graph, times, sizes, line, accumulate)
 
-    # What is kept stands first, since a charge may only point to later ones. Nodes are pointed to by their number
+    # Kept tensors come first, since a charge may only point to later ones. Nodes are pointed to by their number
     # until it is known where their charges begin.
     first = [*builder.kept(), *builder.again(), *(charge for name in graph.params for charge in builder.param(name, scratch))]
     nodes = [[*builder.node(i), builder.forward(i)] for i in range(len(graph.nodes))]
@@ -171,9 +123,9 @@ class _Builder:
         return out
 
     def again(self) -> list[Charge]:
-        """What checkpoints compute again: what lives during the operations of it that may be its peak, and what is then kept.
+        """Recomputation of checkpoints: bytes that live during its operations that may be its peak, and tensors kept by it.
 
-        Like the forward pass itself: only operations that something chosen lies at or behind keep anything.
+        As in the forward pass, only operations with something chosen at or behind them keep anything.
         """
         out = []
         for part in self.graph.again:
@@ -198,7 +150,7 @@ class _Builder:
             for storage, size, favoured in several:
                 size, params, nodes, _ = found.get(storage, (size, [], [], i))
                 waiting = i if favoured is None else node.inputs[favoured]
-                if self._is_statistics(node, size) or (lean and self._moves_when_chosen(node)):
+                if self._is_statistics(node, size) or (lean and self._differs_when_chosen(node)):
                     params.extend(node.params)
                 elif isinstance(waiting, str):
                     params.append(waiting)
@@ -212,7 +164,7 @@ class _Builder:
         }
 
     def _unpacked(self) -> list[Charge]:
-        """Where the lean engine keeps a mask or small indices, backward sees whole ones in their place for a moment."""
+        """Where the lean engine keeps a mask or small indices, they are unpacked for a moment during backward."""
         out = []
         for i, node in enumerate(self.graph.nodes):
             size = node.made if node.op in MASKS else 8 * node.outputs if node.op.startswith("MaxPool") else 0
@@ -222,7 +174,7 @@ class _Builder:
         return out
 
     def _scales(self) -> list[Charge]:
-        """The lean engine remembers one number per channel of a norm at rest that gradients go through."""
+        """The lean engine keeps one number per channel of a norm on running statistics that gradients pass through."""
         out = []
         for i, node in enumerate(self.graph.nodes):
             if node.is_batch_norm and node.data:
@@ -230,14 +182,14 @@ class _Builder:
                 out.append(Charge(ChargeKind.NODE, Cost(bytes=size), (), node.data, None, True, i, _label(node)))
         return out
 
-    def _moves_when_chosen(self, node: Node) -> bool:
-        """Whether a batch norm runs on the batch's own statistics, and keeps its input, just when it is chosen."""
-        return self.sizes.norms_move and node.is_batch_norm
+    def _differs_when_chosen(self, node: Node) -> bool:
+        """Whether a batch norm uses batch statistics, and keeps its input, only when it is chosen."""
+        return self.sizes.norms_differ and node.is_batch_norm
 
     def _is_statistics(self, node: Node, size: int) -> bool:
-        """Whether a batch norm keeps this only while it runs on the batch's own statistics: one number per channel."""
+        """Whether a batch norm keeps this only while it uses batch statistics: one number per channel."""
         own = max((self.graph.params[name] for name in node.params), default=0)
-        return self.sizes.norms_move and node.is_batch_norm and size <= own
+        return self.sizes.norms_differ and node.is_batch_norm and size <= own
 
     def param(self, name: str, scratch: Sequence[Sequence[str]]) -> list[Charge]:
         """A parameter's own charges: its optimizer state, its gradient, the optimizer's scratch memory."""
@@ -258,14 +210,14 @@ class _Builder:
 
     @cached_property
     def _first(self) -> dict[str, int]:
-        """The first node that each parameter stands at."""
+        """The first node that uses each parameter."""
         return {name: i for i, node in reversed([*enumerate(self.graph.nodes)]) for name in node.params}
 
     @cached_property
     def _waits_since(self) -> list[int]:
-        """For each node the one from which on the gradient that flows into it waits for it, because a branch runs first.
+        """For each node, the node since which its incoming gradient waits for it, because a branch runs first.
 
-        A sum hands the same gradient to all its branches: it waits only when the branch before is through with it.
+        A sum hands the same gradient to all its branches: it waits only when the branch before has finished with it.
         """
         since = list(range(len(self.graph.nodes)))
         for i, node in enumerate(self.graph.nodes):
@@ -307,7 +259,7 @@ class _Builder:
         return work / work.sum() if work.sum() > 0 else work
 
     def forward(self, i: int) -> Charge:
-        """A node's part of the forward pass, due with the node where all that lies before it comes from a cache."""
+        """A node's part of the forward pass, due with the node where everything before it comes from a cache."""
         node = self.graph.nodes[i]
         cost = Cost(self.times.forward * float(self._forward_shares[i]) * self.accumulate, 0, node.macs * self.accumulate)
         return Charge(ChargeKind.FORWARD, cost, node.params, node.data, node=i, name=_label(node))
@@ -361,7 +313,7 @@ def _label(node: Node) -> str:
 
 
 def _suffix_maxima(inference: Sequence[int]) -> list[int]:
-    """Operations of the forward pass that may be its peak. What is kept only grows, so one that is later and higher tops it."""
+    """Operations that may be the peak of the forward pass. Kept bytes only grow, so an earlier and lower one cannot be."""
     out: list[int] = []
     for k in range(len(inference) - 1, -1, -1):
         if not out or inference[k] > inference[out[-1]]:

@@ -1,34 +1,50 @@
-"""Graph on this device → `Profile`: `timed` (seconds, beside bytes and MACs) and `counted` (bytes and MACs from shapes)."""
+"""Model, loss and batch → `Profile`: `timed` (seconds, beside bytes and MACs) and `counted` (bytes and MACs from shapes).
+
+Every cost function is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…)`; what it
+does not need, it ignores.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from pliant.core.prices import KernelPrices
 from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
-from pliant.cost.from_graph import Sizes, Times
-from pliant.cost.node_timing import Passes
+from pliant.cost.measurements import Sizes, Times
+from pliant.cost.node_timing import NodeTiming
 from pliant.cost.peaks import Peaks, roof_seconds
 from pliant.cost.profile import Profile
-from pliant.cost.step_timing import Trial, optimizer_sizes, state_sizes
+from pliant.cost.step_timing import StepTiming, optimizer_sizes, state_sizes
 from pliant.graph.backward import Graph, compute_loss, read, trainable
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss
-from pliant.runtime.batchnorm import NormRule, Norms
+from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch, device_name, undisturbed
-from pliant.runtime.memory import Live, StandIns, storage
+from pliant.runtime.memory import LiveBytes, StandIns, storage
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
+
+_PYTORCH = KernelPrices()
+
+
+def read_graph(model: nn.Module, loss: Loss, batch: Any, norm: NormRule = "auto") -> Graph:
+    """The backward graph of one real batch, with norms in the modes of a step that trains everything. Leaves no trace.
+
+    It names the units and is what every cost function here prices: read once, it serves both (`graph=`).
+    """
+    params, rule = trainable(model), _settled(model, loss, batch, norm)
+    with sandbox(model):
+        BatchNormModes(model, rule).hold_(params, params)
+        return read(model, loss, batch)
 
 
 def counted(
@@ -37,8 +53,11 @@ def counted(
     loss: Loss,
     batch: Any,
     *,
+    graph: Graph | None = None,
     update: Update | None = None,
     norm: NormRule = "auto",
+    around: Around = nullcontext,
+    prices: KernelPrices = _PYTORCH,
 ) -> Profile:
     """MACs and bytes of a step from the shapes of one real batch. Knows no seconds.
 
@@ -46,7 +65,7 @@ def counted(
     grouped and depthwise ones too. A bias, a norm's scale or an embedding costs one per element of the output; activations
     are free.
     """
-    return _from_shapes(model, optimizer, loss, batch, lambda graph, _: Times.none(graph), {}, update, norm)
+    return _from_shapes(model, optimizer, loss, batch, lambda graph, _: Times.none(graph), {}, graph, update, norm)
 
 
 def backward(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
@@ -63,23 +82,26 @@ def timed(
     loss: Loss,
     batch: Any,
     *,
+    graph: Graph | None = None,
     update: Update | None = None,
     norm: NormRule = "auto",
-    repeats: int = 2,
     around: Around = nullcontext,
+    prices: KernelPrices = _PYTORCH,
+    repeats: int = 2,
 ) -> Profile:
     """Seconds of a step on this device, read with hooks on the nodes of the backward graph. Leaves no trace.
 
     Each node is timed with everything asked for and with input gradients alone; the difference is what its parameters cost.
     Where a node has several parameters (weight and bias, γ and β), further passes ask for one at a time. Norms that are not
-    chosen run on their running statistics (`norm`, as in `Session`), which is timed too. Then a few whole steps are taken, from
-    the head alone to everything, and the parts are scaled so that they add up to them (`Profile.checks`). Bytes come from a
-    pass in which every piece of memory is followed.
+    chosen use running statistics (`norm`, as in `Session`), which is timed too. Then a few whole steps are taken, from the head
+    alone to everything, and the parts are scaled so that they add up to them (`Profile.checks`). Bytes come from a pass in
+    which every piece of memory is followed.
 
-    On the CPU the clock is this thread's CPU time if torch uses one thread, else the wall; on CUDA it is events, and what the
-    GPU takes where it never waits for the next launch is told too: a captured step costs that (`Profile.on`). `update` says
-    how gradients become a step (clipping, scaling, accumulation). Forward passes run inside of `around()`, also those of the
-    full step that shares of a budget are shares of: kernels of ours make everything shorter, and a share chooses the same.
+    On the CPU the clock is this thread's CPU time if torch uses one thread, else wall time. On CUDA it is events; what the GPU
+    takes if it never waits for a launch is measured too, since a captured step costs that (`Profile.on`). `prices` says where
+    captured steps run kernels of the engine. `update` says how gradients become a step (clipping, scaling, accumulation).
+    `graph` is what `read_graph` gave for the same model, loss, batch and `norm`; it is read here where it is not given. Forward
+    passes run inside `around()`, those of the full step included: custom kernels shorten both, so a share means the same.
     Costs about twelve full steps.
     """
     if repeats < 1:
@@ -89,13 +111,13 @@ def timed(
     norm = _settled(model, loss, batch, norm)
     where = _taken(origin(model, batch, update, norm))
     with sandbox(model), undisturbed():
-        norms = Norms(model, norm)
+        norms = BatchNormModes(model, norm)
         norms.hold_(params, params)
-        graph = read(model, loss, batch)
-        passes = Passes(model, loss, batch, graph, params, norms, around)
+        graph = graph or read(model, loss, batch)
+        passes = NodeTiming(model, loss, batch, graph, params, norms, around, prices)
         (times, alone), sizes = passes.times(repeats), passes.sizes()
         sizes = replace(sizes, **optimizer_sizes(optimizer, params))
-        trial = Trial(model, optimizer, loss, batch, params, norms, update.apart(), around)
+        trial = StepTiming(model, optimizer, loss, batch, params, norms, update.apart(), around)
         stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
         profile = trial.calibrated(
             graph, times.with_update(*stepping), sizes, where, repeats, steady=not passes.is_bound_by_launches
@@ -103,24 +125,15 @@ def timed(
         if alone is not None:
             captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
             profile = replace(profile, other_seconds=captured.seconds)
-        if norm == "frozen":  # a plain full step lets norms move
+        if norm == "frozen":  # a plain full step uses batch statistics
             norms.release_()
             profile = replace(profile, plain=trial.plain(profile, repeats))
     return profile
 
 
-def inside(cost: Callable[..., Profile], around: Around) -> Callable[..., Profile]:
-    """The same measurement with forward passes inside of `around()`, where it takes that and nobody has given it another."""
-    try:
-        takes = "around" in inspect.signature(cost, follow_wrapped=False).parameters
-    except (TypeError, ValueError):  # it does not say
-        takes = False
-    return partial(cost, around=around) if takes and "around" not in getattr(cost, "keywords", {}) else cost
-
-
 def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
-    """The same measurement where memory is short: of what is large, shapes alone are kept for backward (`memory.StandIns`). A
-    model whose backward pass cannot go without real values is measured with them."""
+    """The same measurement where memory is short: of large tensors only shapes are kept for backward (`memory.StandIns`). A
+    model whose backward pass needs real values is measured with them."""
 
     def measured(model: nn.Module, *how: Any, **more: Any) -> Profile:
         try:
@@ -128,9 +141,9 @@ def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
                 return cost(model, *how, **more)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # where values were looked at; if that is not why, it comes again
+        except Exception:  # where values were read; an error with another cause comes again below
             pass
-        return cost(model, *how, **more)  # out here, since a handler keeps alive what has failed
+        return cost(model, *how, **more)  # outside the handler, which would keep the failed graph alive
 
     return measured
 
@@ -161,17 +174,18 @@ def _from_shapes(
     batch: Any,
     times: Callable[[Graph, Sizes], Times],
     there: Mapping[str, Any],
+    graph: Graph | None = None,
     update: Update | None = None,
     norm: NormRule = "auto",
+    around: Around = nullcontext,
+    prices: KernelPrices = _PYTORCH,
 ) -> Profile:
     """A profile without a measurement: the graph of one real batch, priced. `there` is what differs from here."""
     update = update or Update()
     params = trainable(model)
     norm = _settled(model, loss, batch, norm)
-    with sandbox(model):
-        Norms(model, norm).hold_(params, params)
-        graph = read(model, loss, batch)
-    sizes = Sizes.counted(graph, state_sizes(optimizer, params), norms_move=norm == "chosen")
+    graph = graph or read_graph(model, loss, batch, norm)
+    sizes = Sizes.counted(graph, state_sizes(optimizer, params), norms_differ=norm == "chosen")
     where = _taken({**origin(model, batch, update, norm), **there})
     return charges.profile(graph, times(graph, sizes), sizes, where, update.accumulate)
 
@@ -197,7 +211,7 @@ def origin(model: nn.Module, batch: Any, update: Update | None = None, norm: Nor
 
 def _settled(model: nn.Module, loss: Loss, batch: Any, norm: NormRule) -> NormRule:
     """What "auto" comes down to for this batch; any other rule as it is."""
-    norms = Norms(model, norm)
+    norms = BatchNormModes(model, norm)
     norms.settle_(lambda: loss(model, batch))
     return norms.priced
 
@@ -213,14 +227,14 @@ def kept_bytes(model: nn.Module, loss: Loss, batch: Any, *, around: Around = nul
     `around()`: `engine.ENGINES["lean"]` for one of the lean engine.
     """
     with sandbox(model):
-        with Live(torch.device("cpu")) as live, around():
+        with LiveBytes(torch.device("cpu")) as live, around():
             value = compute_loss(model, loss, batch)
         return live.bytes - storage(value)[1]
 
 
 def inference_bytes(model: nn.Module, loss: Loss, batch: Any) -> int:
     """Peak live bytes of the forward pass without gradients, as the model is now. Leaves no trace."""
-    live = Live(next(model.parameters()).device)
+    live = LiveBytes(next(model.parameters()).device)
     with sandbox(model), live, torch.no_grad():
         live.forget()
         loss(model, batch)
@@ -239,12 +253,12 @@ def peak_bytes(
     """Peak live bytes of a step as the model is now, and of the forward pass alone without gradients. Leaves no trace.
 
     Parameters, buffers and the batch itself do not count; optimizer state does. The difference of the two is what `memory=`
-    limits. On the CPU every tensor is followed, on CUDA the allocator tells.
+    limits. On the CPU every tensor is followed; on CUDA the allocator counts.
     """
     update = (update or Update()).apart()
     params = trainable(model)
     with sandbox(model):
-        return Trial(model, optimizer, loss, batch, params, Norms(model, "as-is"), update, around).peak()
+        return StepTiming(model, optimizer, loss, batch, params, BatchNormModes(model, "as-is"), update, around).peak()
 
 
 def full_step_seconds(
@@ -264,6 +278,7 @@ def full_step_seconds(
     The first step does not count: it finds none of its weights in the caches.
     """
     with sandbox(model), undisturbed():
-        trial = Trial(model, optimizer, loss, batch, params, Norms(model, "as-is"), (update or Update()).apart(), around)
+        modes, update = BatchNormModes(model, "as-is"), (update or Update()).apart()
+        trial = StepTiming(model, optimizer, loss, batch, params, modes, update, around)
         trial.watch = watch
         return watch.typical([trial.step(params) for _ in range(repeats + 1)][1:])

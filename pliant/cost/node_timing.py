@@ -5,42 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from pliant.cost.from_graph import Sizes, Times
-from pliant.graph.backward import Graph, compute_loss, walk, wiring
+from pliant.core.prices import KernelPrices
+from pliant.cost.measurements import Sizes, Times
+from pliant.graph.backward import Graph, Node, compute_loss, walk, wiring
 from pliant.graph.forward_trace import op_name
 from pliant.runtime.batches import Around, Loss
-from pliant.runtime.batchnorm import Norms, in_eights
+from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import LaunchWatch, Watch
-from pliant.runtime.memory import Live
+from pliant.runtime.memory import LiveBytes
 
 _MOST_SLOTS = 3
-_FAR = 2.0  # times as long: what a step waits for is clear
-_LATE = 1.3  # times as long as it took before: what issuing may take
-_ONE_KERNEL = 0.25  # of the way back through a norm that moves: through one at rest, where a captured step runs our own kernel
-_AT_REST = 0.16  # of PyTorch's way back through a norm at rest: the same
-_MARKING = 2e-5  # seconds that a mark of a GPU takes more than one of the clock: about
+_FAR = 2.0  # times as long: then a step clearly waits for the slower one
+_LATE = 1.3  # margin on the time that issuing kernels took before
+_MARKING = 2e-5  # seconds that recording a CUDA event takes longer than reading a clock, about
 
 
 @dataclass
-class Passes:
-    """One graph, and the model that makes it again and again. Runs inside `apply.sandbox`."""
+class NodeTiming:
+    """Times every node of one graph, by running the model again and again. Runs inside `sandbox`."""
 
     model: nn.Module
     loss: Loss
     batch: Any
     graph: Graph
     params: Mapping[str, nn.Parameter]
-    norms: Norms
+    norms: BatchNormModes
     around: Around = nullcontext
+    prices: KernelPrices = field(default_factory=KernelPrices)
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class Passes:
         """Whether a GPU always finds more to do, as far as is known."""
         return self._bound == "gpu"
 
-    def _norms_move(self) -> bool:
-        """Whether the mode of some norm hangs on the choice."""
+    def _modes_differ(self) -> bool:
+        """Whether the mode of some norm depends on the choice."""
         modes = []
         for chosen in ([], list(self.params)):
             self.norms.hold_(self.params, chosen)
@@ -78,16 +78,16 @@ class Passes:
         """
         everything, inputs = (_Fastest(len(self.graph.nodes)) for _ in range(2))
         slots: list[_Fastest | None] = [_Fastest(len(self.graph.nodes)) for _ in self.slots]
-        moves = self._norms_move()
+        differ = self._modes_differ()
         forward: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(repeats):
             value, live, seconds = self._run(self.used)
             forward[True].append(seconds)
             self._see(everything, value, live, self.used)
-            # Where a GPU waits for launches, a node's are shared out evenly, and the GPU alone is looked at closely.
-            for k, slot in enumerate(self.slots) if turn <= repeats // 3 else ():  # fine differences: a rough look will do
+            # Where a GPU waits for launches, a node's time is shared evenly, and the GPU alone is timed closely.
+            for k, slot in enumerate(self.slots) if turn <= repeats // 3 else ():  # fine differences: fewer rounds will do
                 slots[k] = self._see_slot(slots[k], value, live, slot)
-            if moves:
+            if differ:
                 del value, live
                 value, live, seconds = self._run([])
                 forward[False].append(seconds)
@@ -97,45 +97,52 @@ class Passes:
                 break
 
         def times(
-            of: Callable[[_Fastest], NDArray[np.float64]], resting: float, moving: float, apart: bool, captured: bool = False
+            of: Callable[[_Fastest], NDArray[np.float64]],
+            on_running_stats: float,
+            on_batch_stats: float,
+            apart: bool,
+            captured: bool = False,
         ) -> Times:
-            at_rest = of(inputs)
-            # Where norms move, the two come from graphs of different modes, and a moving norm may be the cheaper one.
-            together = of(everything) if moves else np.maximum(of(everything), at_rest)
+            on_running = of(inputs)
+            # Where modes differ, the two come from different graphs, and a norm on batch statistics may be the cheaper one.
+            together = of(everything) if differ else np.maximum(of(everything), on_running)
             if captured:
-                kernel, served = _ONE_KERNEL * together if moves else _AT_REST * at_rest, self._served()
-                ours = [node.is_batch_norm and node.module in served for node in self.graph.nodes]
-                at_rest = np.where(ours, np.minimum(at_rest, kernel), at_rest)
+                kernel = self.prices.of_batch * together if differ else self.prices.of_running * on_running
+                served = self._served()
+                custom = [node.is_batch_norm and node.module in served for node in self.graph.nodes]
+                on_running = np.where(custom, np.minimum(on_running, kernel), on_running)
             alone = {
-                (i, node.params[k]): max(float(of(seen)[i] - at_rest[i]), 0.0)
+                (i, node.params[k]): max(float(of(seen)[i] - on_running[i]), 0.0)
                 for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
                 if seen is not None and apart
                 for i, node in enumerate(self.graph.nodes)
                 if len(node.params) > max(k, 1) and node.params[k] in slot
             }
-            return Times(together, at_rest, alone, self._norm_shares(max(moving - resting, 0.0)), resting)
+            return Times(
+                together, on_running, alone, self._norm_shares(max(on_batch_stats - on_running_stats, 0.0)), on_running_stats
+            )
 
-        taken = {moving: self.watch.typical(forward[moving]) for moving in {not moves, True}}
-        steps = times(lambda seen: seen.seconds, taken[not moves], taken[True], apart=not self.is_bound_by_launches)
+        taken = {moving: self.watch.typical(forward[moving]) for moving in {not differ, True}}
+        steps = times(lambda seen: seen.seconds, taken[not differ], taken[True], apart=not self.is_bound_by_launches)
         if not self.watch.cuda:
             return steps, None
         if not self.is_bound_by_gpu:
             taken = {moving: self._forward_alone(moving, seconds) for moving, seconds in taken.items()}
-        return steps, times(lambda seen: seen.alone, taken[not moves], taken[True], apart=True, captured=True)
+        return steps, times(lambda seen: seen.alone, taken[not differ], taken[True], apart=True, captured=True)
 
     def _served(self) -> set[str]:
-        """The modules whose norms at rest captured steps run in one kernel: channels-last, where there is Triton."""
-        if not self.watch.cuda or find_spec("triton") is None:
+        """The batch norms that captured steps run in a custom kernel while they use running statistics."""
+        if not self.watch.cuda:
             return set()
         found: set[str] = set()
 
-        def look(name: str, given: tuple[Any, ...]) -> None:
+        def check(name: str, given: tuple[Any, ...]) -> None:
             x = given[0] if given else None
-            if isinstance(x, torch.Tensor) and in_eights(x):
+            if isinstance(x, torch.Tensor) and self.prices.serves(x):
                 found.add(name)
 
         norms = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.BatchNorm2d)}
-        hooks = [one.register_forward_pre_hook(lambda _, given, name=name: look(name, given)) for name, one in norms.items()]
+        hooks = [one.register_forward_pre_hook(lambda _, given, name=name: check(name, given)) for name, one in norms.items()]
         try:
             with torch.no_grad():
                 self.loss(self.model, self.batch)
@@ -147,7 +154,7 @@ class Passes:
         return found
 
     def _forward_alone(self, moving: bool, issued: float) -> float:
-        """Seconds of a GPU for a forward pass (norms moving or at rest) that it finds issued, which takes about so long."""
+        """Seconds of the GPU alone for a forward pass, on batch or running statistics; issuing it takes about `issued`."""
         self.norms.hold_(self.params, self.used if moving else [])
         with torch.no_grad():
             try:
@@ -167,7 +174,7 @@ class Passes:
         return seen
 
     def _norm_shares(self, extra: float) -> dict[int, float]:
-        """What each norm with statistics adds to the forward pass when it moves them, by the size of its output."""
+        """What each norm adds to the forward pass on batch statistics, by the size of its output."""
         outputs = {i: n.outputs for i, n in enumerate(self.graph.nodes) if n.is_batch_norm or (n.is_norm and n.params)}
         total = sum(outputs.values())
         return {i: extra * size / total for i, size in outputs.items()} if extra and total else {}
@@ -219,7 +226,7 @@ class Passes:
 
     def sizes(self) -> Sizes:
         """Bytes that live while each node runs, beside what is kept and the gradients of parameters."""
-        meter = Live(self.device)
+        meter = LiveBytes(self.device)
         meter.forget()
         with meter, torch.no_grad():
             self.loss(self.model, self.batch)
@@ -227,14 +234,14 @@ class Passes:
         value, live, _ = self._run(self.used)
         everything = self._node_bytes(value, live, self.used, roots=False)
         inputs = self._node_bytes(value, live, [], roots=True)
-        return Sizes(inputs, everything, {}, inference=alone, norms_move=self._norms_move())
+        return Sizes(inputs, everything, {}, inference=alone, norms_differ=self._modes_differ())
 
     def _node_bytes(self, value: torch.Tensor, live: Sequence[Any], ask: Sequence[str], roots: bool) -> list[int]:
         inputs = self._asked(live, ask, roots)
         rise, gradients, seen = [0] * len(live), 0, set()
         if not inputs:
             return rise
-        meter = Live(self.device)
+        meter = LiveBytes(self.device)
 
         def after(i: int) -> None:
             nonlocal gradients
@@ -271,7 +278,7 @@ class _Fastest:
 def _slots(graph: Graph) -> list[list[str]]:
     """The first, second, … parameters of the nodes that have several, so that a pass can ask for one of each node's.
 
-    A parameter that stands elsewhere at another place (a tied weight) would ask for two: it is left out.
+    A tied weight may have different positions at different nodes; a pass would ask for two then, so it is left out.
     """
     several = [node for node in graph.nodes if len(node.params) > 1]
     places: dict[str, set[int]] = {}
@@ -322,9 +329,9 @@ def _by_node(seconds: Mapping[int, float], nodes: int) -> NDArray[np.float64]:
 
 
 def _lead(issued: Mapping[int, float], computed: Mapping[int, float], before: float = 0.0) -> float:
-    """How long a GPU must be held back so that it finds every node's work issued, even when it is asked for half of it.
+    """How long a GPU must be held back so that every node's work is issued in time, even when half of it is asked for.
 
-    `before`: what the CPU does before it issues the first.
+    `before`: the CPU's time before it issues the first.
     """
     ready, done, lead = _LATE * before, 0.0, 0.0
     for i, seconds in issued.items():
@@ -357,9 +364,10 @@ def _hooked(
 
 
 def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> None:
-    """A norm may be another operation in another mode, and a convolution one of ours; all else must be as it was read."""
-    now = [_alike(op_name(node), inputs) for node, (inputs, _) in zip(live, wiring(live, params), strict=True)]
-    if [_alike(node.op, node.inputs) for node in graph.nodes] != now:
+    """A norm may be another operation in another mode, and a custom autograd function may replace an operation; all else must
+    be as it was read."""
+    wires = [inputs for inputs, _ in wiring(live, params)]
+    if len(graph.nodes) != len(live) or not all(map(_is_same, graph.nodes, live, wires)):
         raise ValueError(
             f"the model's backward graph changes from run to run ({len(graph.nodes)} nodes, then {len(live)}): seconds per "
             f"node would mean nothing. Use dataclasses.replace(policy, cost=measure.counted), or make "
@@ -367,7 +375,11 @@ def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Param
         )
 
 
-def _alike(op: str, inputs: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    if op in ("Convolution", "_Depthwise", "_Pointwise"):
-        return "Convolution", tuple(one for one in inputs if one is not None)
-    return "BatchNorm" if "BatchNorm" in op else op, inputs
+def _is_same(node: Node, live: Any, inputs: tuple[Any, ...]) -> bool:
+    if isinstance(live, BackwardCFunction) and node.op != op_name(live):  # arguments without a gradient may differ
+        return [one for one in node.inputs if one is not None] == [one for one in inputs if one is not None]
+    return _kind(node.op) == _kind(op_name(live)) and node.inputs == inputs
+
+
+def _kind(op: str) -> str:
+    return "BatchNorm" if "BatchNorm" in op else op

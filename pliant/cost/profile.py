@@ -14,16 +14,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pliant.core import text as markup
+from pliant.core import text
 from pliant.core.errors import ProfileMismatch
 from pliant.core.mode import Mode
 from pliant.core.types import Cost, Part, Unit
 from pliant.cost import saved
 from pliant.cost.charge import SPLIT, Charge, ChargeKind, Piece, pieces_of
-from pliant.cost.table import Table, tabulate
+from pliant.cost.table import PriceTable, tabulate
 from pliant.runtime.files import write_aside
 
-__all__ = ["SPARED_BY_INFERENCE", "SPLIT", "Charge", "ChargeKind", "Profile", "Table"]
+__all__ = ["SPARED_BY_INFERENCE", "SPLIT", "Charge", "ChargeKind", "PriceTable", "Profile"]
 
 # The share of the prefix's forward time that inference saves in captured steps, until it is measured in the run itself. Five
 # runs of MobileNetV2 on an H200 measured 0.32 to 0.54 (docs/engines.md); step_h200.md has the same steps without a session.
@@ -212,7 +212,7 @@ class Profile:
 
     @cached_property
     def _bits(self) -> dict[str, int]:
-        """A bit for each parameter, so that a number can stand for a set of them."""
+        """A bit for each parameter, so that a number can represent a set of them."""
         return {param: 1 << i for i, param in enumerate(self.params)}
 
     @cached_property
@@ -243,7 +243,7 @@ class Profile:
         return sum(c.cost.bytes for c in self.charges if c.kind is ChargeKind.GRADIENT and c.params == (name,))
 
     def sizes(self, units: tuple[Unit, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What each unit is, wherever it stands: the number of its elements, and the MACs of its own gradients."""
+        """The size of each unit: the number of its elements, and the MACs of its own gradients."""
         if units not in self._sizes:  # as for tables
             self._sizes.clear()
             self._sizes[units] = self._sizes_of(units)
@@ -283,16 +283,16 @@ class Profile:
         """All there is to train, as one unit."""
         return Unit("*", tuple(Part(p) for p in self.params))
 
-    def table(self, units: tuple[Unit, ...]) -> Table:
+    def table(self, units: tuple[Unit, ...]) -> PriceTable:
         """The charges as arrays over these units, equal rows merged, rows that no unit needs left out."""
-        if units not in self._tables:  # asked for again whenever a plan is corrected
+        if units not in self._tables:  # used again whenever a plan is corrected
             self._tables.clear()
             chosen = [self._pieces(unit.parts) for unit in units]
             self._tables[units] = tabulate(self._priced, self._counts, self.moments, chosen)
         return self._tables[units]
 
     @cached_property
-    def _tables(self) -> dict[tuple[Unit, ...], Table]:
+    def _tables(self) -> dict[tuple[Unit, ...], PriceTable]:
         return {}
 
     def check_origin(self, now: Mapping[str, Any], allow_mismatch: bool = False) -> None:
@@ -309,7 +309,7 @@ class Profile:
         """How a notebook shows it: a full step, by what it is paid for."""
         split, whole = self.split([self.everything]), self.cost([self.everything])
         rows = [
-            (part, markup.seconds(cost.seconds), markup.size(cost.bytes), markup.macs(cost.macs))
+            (part, text.seconds(cost.seconds), text.size(cost.bytes), text.macs(cost.macs))
             for part, cost in [
                 *split.items(),
                 ("together", Cost(whole.seconds, sum(c.bytes for c in split.values()), whole.macs)),
@@ -317,7 +317,7 @@ class Profile:
         ]
         where = ", ".join(f"{key} {self.origin[key]}" for key in ("device", "batch") if key in self.origin)
         title = f"A full step, {self.mode}; {where or 'origin unknown'}"
-        return markup.Table(title, ("", "time", "live at its peak", "compute"), rows).html()
+        return text.Table(title, ("", "time", "live at its peak", "compute"), rows).html()
 
     def to_json(self) -> dict[str, Any]:
         return saved.to_json(self)

@@ -1,4 +1,4 @@
-"""Whole steps, taken on copies: what the optimizer needs, and whether the parts of a profile add up."""
+"""Whole steps on copies of the parameters: the time of the optimizer, and whether the parts of a profile add up."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch import nn
 from pliant.core.types import Cost, Part, Unit
 from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
-from pliant.cost.from_graph import Array, Sizes, Times
+from pliant.cost.measurements import Array, Sizes, Times
 from pliant.cost.profile import Profile
 from pliant.graph.backward import Graph, compute_loss
 from pliant.runtime.batches import Around, Loss
-from pliant.runtime.batchnorm import Norms
+from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
-from pliant.runtime.memory import Live
+from pliant.runtime.memory import LiveBytes
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 
@@ -33,15 +33,15 @@ _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that
 
 
 @dataclass
-class Trial:
-    """Takes steps like the user's, on a scratch optimizer over copies. Runs inside `apply.sandbox`."""
+class StepTiming:
+    """Times steps like the user's, on a scratch optimizer over copies. Runs inside `sandbox`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Loss
     batch: Any
     params: Mapping[str, nn.Parameter]
-    norms: Norms
+    norms: BatchNormModes
     update: Update
     around: Around = nullcontext
     watch: Watch = field(init=False)
@@ -80,7 +80,7 @@ class Trial:
     def peak(self) -> tuple[int, int]:
         """Peak live bytes of a step that trains what is trainable now, and of the forward pass alone."""
         chosen = [name for name, param in self.params.items() if param.requires_grad]
-        live = Live(next(iter(self.params.values())).device)
+        live = LiveBytes(next(iter(self.params.values())).device)
         with live:
             live.forget()
             with torch.no_grad():
@@ -133,10 +133,10 @@ class Trial:
         draft = charges.profile(graph, times, sizes, origin)
         rungs = _rungs(graph, draft)
         taken: list[list[float]] = [[] for _ in rungs]
-        for _ in range(1 if self.watch.cuda else repeats):  # a GPU: one look at each will do
+        for _ in range(1 if self.watch.cuda else repeats):  # on a GPU once is enough
             for tries, rung in zip(taken, rungs, strict=True):
                 tries.append(self.step(rung))
-        if not steady:  # what shares are shares of is looked at twice
+        if not steady:  # the full step, which shares refer to, is measured twice
             taken[-1].append(self.step(rungs[-1]))
         for tries, rung in zip(taken, rungs, strict=True):
             if max(tries) > 1.2 * min(tries):  # one of them was much disturbed
@@ -155,7 +155,7 @@ class Trial:
     def plain(self, profile: Profile, repeats: int) -> Cost:
         """What a step of plain training costs, with every mode as it is found."""
         whole = profile.cost([_unit(profile.params)])
-        self.norms = Norms(self.model, "as-is")
+        self.norms = BatchNormModes(self.model, "as-is")
         tries = [self.step(profile.params) for _ in range(repeats)]
         return replace(whole, seconds=self.watch.typical(tries))
 
@@ -165,8 +165,8 @@ def _unit(names: Collection[str]) -> Unit:
 
 
 def _rungs(graph: Graph, draft: Profile) -> list[set[str]]:
-    """What the whole steps train: the head; the deepest weight beside it; what lies nearest the loss, to half of the cost;
-    everything."""
+    """What the whole steps train: the head; the head and the deepest weight; the layers nearest the loss, up to half of the
+    cost; everything."""
     order = graph.order()
     near = sorted(order, key=lambda name: order[name])
     head, everything = set(draft.head), set(near)
@@ -295,7 +295,7 @@ def _with_state(
 
 
 def _step_peak(like: torch.optim.Optimizer) -> int:
-    meter = Live(like.param_groups[0]["params"][0].device)
+    meter = LiveBytes(like.param_groups[0]["params"][0].device)
     meter.forget()
     with meter:
         scratch_step(like)

@@ -12,10 +12,10 @@ from pliant.cost.charge import Charge, Piece
 
 
 @dataclass(frozen=True)
-class Table:
+class PriceTable:
     """The charges of a profile seen from a list of units: charge j is due when a unit of row j of `needed` is chosen.
 
-    Bytes are by moment: at each of them, `standing` and what is due must fit.
+    Bytes are by moment: at each of them, `standing` and the charges that are due must fit.
     """
 
     needed: NDArray[np.bool_]  # (charges, units); no two rows are equal
@@ -30,7 +30,7 @@ def tabulate(
     counts: Callable[[Charge], bool],
     moments: Sequence[int],
     chosen: Sequence[Mapping[str, Piece]],
-) -> Table:
+) -> PriceTable:
     """These charges over units, where `chosen` says for each unit what it takes of which parameters.
 
     Equal rows are merged, and rows that no unit needs are left out. A charge that does not count here still makes those due
@@ -70,7 +70,7 @@ def tabulate(
     held = np.array([held for _, _, held in merged.values()], float).reshape(len(merged), len(moments)).T
     standing = np.array(moments, float) - max(moments)
     alone = _highest(held, standing)
-    return Table(needed, prices[:, 0], held[alone], standing[alone], prices[:, 1])
+    return PriceTable(needed, prices[:, 0], held[alone], standing[alone], prices[:, 1])
 
 
 def _by_param(

@@ -1,4 +1,4 @@
-"""The cheapest step there is, and the error that names it."""
+"""The floor: the cheapest possible step, and the error that names it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pliant.core.budget import RESOURCES, Budget, Progress
+from pliant.core.budget import RESOURCES, Absolute, Budget, Progress
 from pliant.core.errors import BudgetError
 from pliant.core.types import Cost, Unit, match
 from pliant.cost.profile import Profile
@@ -17,7 +17,7 @@ from pliant.planning.solve import SLACK, Problem
 
 
 def least_bytes(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> int:
-    """What a step takes up that trains no more than it must."""
+    """Bytes of the cheapest step."""
     always = [unit for unit, taken in zip(units, always_chosen(policy, profile, units), strict=True) if taken]
     if always:
         return profile.cost(always).bytes
@@ -25,7 +25,7 @@ def least_bytes(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> in
 
 
 def always_chosen(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> NDArray[np.bool_]:
-    """The units that are chosen whatever they are worth."""
+    """The units that are chosen in any case."""
     always = np.zeros(len(units), bool)
     always[list(match(tuple(unit.name for unit in units), policy.always))] = True
     if policy.head:
@@ -68,12 +68,12 @@ def say(name: str, amount: float, full: Cost, toward: Callable[[float], float] =
 
 
 def reached_by(problem: Problem) -> list[int]:
-    """The units that the loss hangs on: the others cost nothing, and a step that trains nothing else cannot be taken."""
+    """The units that the loss depends on: the others cost nothing, and a step that trains nothing else is impossible."""
     return np.flatnonzero(problem.reached).tolist() or list(range(len(problem.names)))
 
 
 def in_reach(policy: Policy, profile: Profile, units: tuple[Unit, ...], progress: Progress | None = None) -> list[str]:
-    """The parameters of which some unit, alone, takes no more MACs than a step may: others need not be scored."""
+    """The parameters with a unit that alone stays within the MACs of a step: others need not be scored."""
     if policy.budget.macs is None:
         return list(dict.fromkeys(param for unit in units for param in unit.params))
     table, most = profile.table(units), policy.budget.limits(profile.full, progress or Progress())["macs"]
@@ -83,11 +83,11 @@ def in_reach(policy: Policy, profile: Profile, units: tuple[Unit, ...], progress
 
 
 def leaving_room(budget: Budget, profile: Profile) -> Budget:
-    """What captured steps may take of a budget: they hold on to all that they take, so inference must have room beside it."""
+    """The budget of captured steps: they keep all their memory, so inference must have room beside it."""
     if budget.memory is None:
         return budget
 
-    def memory(now: Progress) -> str:
-        return f"{max(budget.limits(profile.full, now)['bytes'] - profile.inference, 1.0)}B"
+    def memory(now: Progress) -> Absolute:
+        return Absolute(max(budget.limits(profile.full, now)["bytes"] - profile.inference, 1.0))
 
     return replace(budget, memory=memory)

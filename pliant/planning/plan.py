@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from pliant.core.budget import Progress
 from pliant.core.errors import BudgetError
 from pliant.core.types import Cost, Selection, Unit
-from pliant.cost.profile import Profile, Table
+from pliant.cost.profile import PriceTable, Profile
 from pliant.planning.floor import always_chosen, check_floor, floor_of, reached_by, say
 from pliant.planning.policy import Policy
-from pliant.planning.solve import SLACK, Array, Problem, takes_turns
+from pliant.planning.solve import SLACK, Array, Problem, Rotating
 
 
 def plan(
@@ -28,12 +28,11 @@ def plan(
 ) -> Selection:
     """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
 
-    A value that is not a number says nothing for its unit; the unit is then chosen only if it always is. A budget below the
-    floor is an error. With a `correction`, seconds are planned for that many times what was asked, or for the floor where that
-    is more: steps that ran slower or faster than predicted are not the user's mistake. `within` are the bytes to plan for in
-    place of those asked, or the floor where that is more, as long as it is within what was asked. A choice that is `near` is
-    changed no more than must be: where it leaves something over it is added to, and where it costs too much it is taken from.
-    Where nothing of it can stay, and for solvers that take turns, the choice is a fresh one.
+    A unit whose value is not a number is chosen only if it always is. A budget below the floor is an error. `correction`
+    multiplies the seconds to plan for (never below the floor), since steps may run slower or faster than predicted. `within`
+    are the bytes to plan for, between the floor and what was asked. A choice `near` is changed as little as possible: units
+    are added to it where the budget leaves room, and taken from it where it costs too much.
+    Where nothing of it can stay, and for a `Rotating` solver, the choice is a fresh one.
     """
     progress = progress if progress is not None else Progress()
     units = tuple(values)
@@ -49,12 +48,11 @@ def plan(
         raise BudgetError("a budget in joules cannot be kept yet: profiles hold no joules.")
     table, limit = _that_cost(profile.table(units)), dict(asked)
     done = progress.fraction if progress.total_steps is not None else None
-    rest = profile.origin.get("norms") == "frozen"
 
     def problem_within(limit: Mapping[str, float]) -> Problem:
         price, room, resource = _rows(table, profile.base, limit)
         turn = progress.round, policy.seed
-        return Problem(names, worth, table.needed, price, room, always, *turn, resource, *profile.sizes(units), done, rest)
+        return Problem(names, worth, table.needed, price, room, always, *turn, resource, *profile.sizes(units), done)
 
     floor, what = floor_of(problem_within(limit), profile, units)
     if correction is not None and "seconds" in limit:
@@ -63,7 +61,7 @@ def plan(
         limit["bytes"] = min(limit["bytes"], max(within, floor.bytes))
     check_floor(floor, what, profile.base, limit, full)
     problem = problem_within(limit)
-    held = np.isin(names, [] if takes_turns(policy.solver) else [unit.name for unit in near])
+    held = np.isin(names, [] if isinstance(policy.solver, Rotating) else [unit.name for unit in near])
     if held.any() and not problem.fits(held):
         if not _some_fits(problem, held):  # nothing of it can stay: choose afresh
             return plan(policy, profile, values, progress, correction, within)
@@ -83,7 +81,7 @@ def plan(
             raise BudgetError(
                 f"the choice of {len(picked)} units costs {say(name, getattr(cost, name), full)}, more than the limit of "
                 f"{say(name, amount, full)}. Raise the budget, or choose with a solver that keeps it (knapsack, milp, greedy, "
-                "spread)."
+                "coverage)."
             )
     return Selection(
         picked,
@@ -99,20 +97,20 @@ def plan(
 
 
 def _some_fits(problem: Problem, held: NDArray[np.bool_]) -> bool:
-    """Whether what is always chosen fits or, where nothing is, one of those that are held."""
+    """Whether the units that are always chosen fit or, without any, one of those that are held."""
     if problem.always.any():
         return problem.fits(problem.always)
     return any(problem.fits(np.arange(len(held)) == i) for i in np.flatnonzero(held & problem.reached))
 
 
-def _that_cost(table: Table) -> Table:
+def _that_cost(table: PriceTable) -> PriceTable:
     """A table without the charges that are free: a parameter that the loss does not reach has no others."""
     some = (table.seconds > 0) | (table.macs > 0) | (table.bytes > 0).any(axis=0)
-    return Table(table.needed[some], table.seconds[some], table.bytes[:, some], table.standing, table.macs[some])
+    return PriceTable(table.needed[some], table.seconds[some], table.bytes[:, some], table.standing, table.macs[some])
 
 
-def _rows(table: Table, base: Cost, limit: Mapping[str, float]) -> tuple[Array, Array, tuple[str, ...]]:
-    """The prices of the limited resources, what is left for them beside the forward pass, and which row is which."""
+def _rows(table: PriceTable, base: Cost, limit: Mapping[str, float]) -> tuple[Array, Array, tuple[str, ...]]:
+    """The prices of the limited resources, the limits less the forward pass, and the resource of each row."""
     prices: list[Array] = []
     room: list[float] = []
     resource: list[str] = []

@@ -1,4 +1,4 @@
-"""`Policy`: five words and a budget make a method. `plan`: the pure decision."""
+"""`Policy`: five words and a budget make a method."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ class Policy:
 
     `units` turns a graph into units (`units.layers()`), `signal` says what each is worth (`score.update_gain()`), `cost`
     measures (`measure.timed`), `solver` decides (`solve.knapsack()`), `when` says how often (`schedule.every(steps=100)`).
-    `always` names units that are chosen in any case; `head` adds the module nearest the loss. `state` is what becomes of
-    the optimizer state of what leaves; where memory is limited it is dropped. `start` is what trains until `when` asks for
-    another choice: what is "scored" on the first batch, or the "head" alone, since nothing behind a new head can be scored
-    before it has learned something (so `when` must come due). Change one word with `dataclasses.replace` and
-    you have an ablation.
+    `always` names units that are chosen in any case; `head` adds the module nearest the loss. `state` says whether optimizer
+    state is kept or dropped when a unit leaves the selection; where memory is limited it is dropped. Change one word with
+    `dataclasses.replace` and you have an ablation.
+
+    `cost` is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…)` and returns a
+    `Profile`. `graph` is the backward graph, already read (`measure.read_graph`); `update` says how gradients become a step;
+    `norm` is the batch-norm rule of the session; forward passes run inside `around()`; `prices` are those of custom kernels.
+    A cost function may ignore all five.
     """
 
     units: Callable[..., tuple[Unit, ...]]
@@ -35,16 +38,9 @@ class Policy:
     always: tuple[str, ...] = ()
     head: bool = True
     state: Literal["keep", "drop"] = "keep"
-    start: Literal["scored", "head"] = "scored"
     seed: int = 0
     name: str = "custom"
 
     def __post_init__(self) -> None:
         if self.state not in ("keep", "drop"):
             raise ValueError(f"state={self.state!r}: the optimizer state of what leaves is 'keep' or 'drop'.")
-        if self.start not in ("scored", "head"):
-            raise ValueError(f"start={self.start!r}: until the next choice trains what is 'scored', or the 'head' alone.")
-        if self.start == "head" and not (self.head or self.always):
-            raise ValueError("start='head' trains nothing: with head=False there is none that is always chosen.")
-        if self.start == "head" and not self.when.comes_due:
-            raise ValueError(f"start='head' with when={self.when.name!r} never trains anything else: use start='scored'.")

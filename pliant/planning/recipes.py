@@ -2,13 +2,13 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | update gain | measured | exact for tempered values, or spread where norms rest; filled up | on drift |
+| `pliant` | layers | update gain | measured | coverage | on drift |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
 | `tinytrain` | channels | Fisher potential | bytes, backward MACs | layers by their score, then channels; or exact | once |
 | `freeze_out` | layers | – | MACs (no budget: nothing needs timing) | layers leave, from the input on | every 0.01 of the run |
-| `lisa` | blocks | – | as above | a few by lot, both ends always | every k steps |
+| `lisa` | blocks | – | as above | a few at random, both ends always | every k steps |
 | `badam` | blocks | – | as above | one after another | every k steps |
 | `last` `random` | layers | – | measured seconds | inside the budget | once, or every k steps |
 | `full` `head` `bias` `norm` `only` | tensors | – | as above | fixed | once |
@@ -32,16 +32,12 @@ from pliant.planning.policy import Policy
 def pliant(
     time: Limit = None, memory: Limit = None, macs: Limit = None, *, when: Schedule | None = None, seed: int = 0
 ) -> Policy:
-    """Ours, and the default: whole layers by their tempered gain, every budget at once on the true graph, again on drift.
-
-    Where norms rest, layers that train are few and reach far (`solve.spread`); where they move, values add up (`solve.milp`).
-    """
-    choose = solve.where_norms_rest(solve.spread(), otherwise=solve.milp(gap=1e-4))
+    """Ours, and the default: whole layers that cover their neighbours, inside every budget at once, chosen again on drift."""
     return Policy(
         units.layers(),
-        score.update_gain(cross=False),
+        score.update_gain(),
         timed,
-        solve.filled(solve.tempered(choose)),
+        solve.coverage(),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
         Budget(time=time, memory=memory, macs=macs),
         seed=seed,
@@ -51,7 +47,7 @@ def pliant(
 
 def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
     """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227."""
-    gain = score.update_gain(cross=False)
+    gain = score.update_gain()
     when = when or schedule.every(epochs=3)
     return Policy(units.tensors(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_trainer")
 
@@ -62,7 +58,7 @@ def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Pe
     Measured seconds hold what low arithmetic intensity costs. With `peaks`, layers are priced for a device that is not at hand:
     by arithmetic where their intensity lies above its ridge, by bandwidth below.
     """
-    gain = score.update_gain(cross=False)
+    gain = score.update_gain()
     when = when or schedule.every(epochs=3)
     cost = timed if peaks is None else modelled(peaks)
     return Policy(units.layers(), gain, cost, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_layers")
@@ -70,7 +66,7 @@ def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Pe
 
 def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
     """ElasticTrainer with compute in place of seconds, for language models. GreenTrainer, ICLR 2024, arXiv 2309.13192."""
-    gain = score.update_gain(cross=False)
+    gain = score.update_gain()
     when = when or schedule.every(epochs=1)
     return Policy(units.tensors(), gain, counted, solve.knapsack(), when, Budget(macs=macs), seed=seed, name="green_trainer")
 
@@ -113,10 +109,10 @@ def freeze_out(start: float = 0.8, *, cubed: bool = True, when: Schedule | None 
 
 
 def lisa(layers: int = 2, steps: int = 20, *, seed: int = 0) -> Policy:
-    """Embedding and head always, and a few blocks between them by lot, drawn again every so many steps. LISA, arXiv 2403.17919.
+    """Embedding and head always, and a few random blocks between them, re-drawn every `steps` steps. LISA, arXiv 2403.17919.
 
-    The embedding is the unit furthest from the loss. Where other parts outside of the blocks shall never freeze either, name
-    them: `replace(lisa(), always=("model.norm",))`. A model with fewer than `layers` blocks in between trains all of them.
+    The embedding is the unit furthest from the loss. Name other parts that must never freeze:
+    `replace(lisa(), always=("model.norm",))`. A model with fewer than `layers` blocks in between trains all of them.
     """
     solver, when = solve.with_ends(solve.sample(layers)), schedule.every(steps=steps)
     return Policy(units.blocks(), score.nearness(), counted, solver, when, state="drop", seed=seed, name="lisa")
@@ -129,10 +125,10 @@ def badam(
     head: bool = False,
     seed: int = 0,
 ) -> Policy:
-    """One block at a time for so many steps; the optimizer forgets a block that is left. BAdam, arXiv 2404.02827.
+    """One block at a time, for `steps` steps; its optimizer state is dropped afterwards. BAdam, arXiv 2404.02827.
 
-    Blocks take turns from the loss outwards ("descending"), from the input on ("ascending"), or in another "random" order each
-    time around. The head is a block like any other; with `head` it always trains: for a new one that does not come first.
+    Blocks come in order: from the loss to the input ("descending"), from the input on ("ascending"), or in a new
+    "random" order each time around. The head is a block like any other; with `head` it always trains.
     """
     solver, when = solve.cycle(order=order), schedule.every(steps=steps)
     return Policy(units.blocks(), score.nearness(), counted, solver, when, head=head, state="drop", seed=seed, name="badam")
@@ -172,6 +168,6 @@ def last(time: Limit = 0.5) -> Policy:
 
 
 def random(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
-    """Layers by lot inside the budget, drawn again each round: the other baseline."""
+    """Random layers inside the budget, re-drawn each round: the other baseline."""
     when = when or schedule.every(steps=100)
     return Policy(units.layers(), score.random(), timed, solve.sample(), when, Budget(time=time), seed=seed, name="random")

@@ -1,4 +1,4 @@
-"""What a batch is to us: whatever the user's loss takes. Its tensors, its size, its halves."""
+"""A batch is whatever the user's loss takes. Its tensors, its size, its shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -80,24 +79,3 @@ def check_not_empty(batch: Any) -> None:
 def shapes(batch: Any) -> list[list[int]]:
     """The shape of every tensor, as plain lists."""
     return [list(tensor.shape) for tensor in tensors(batch)]
-
-
-def halves(batch: Any, as_whole: bool = False) -> tuple[Any, Any] | None:
-    """Two batches of half the samples each, or None where this batch cannot be cut.
-
-    Fewer than four samples are not cut: a half of one sample breaks batch norm in training mode. `as_whole`: each half stands
-    there twice, so that it has the shape of the batch; that leaves a mean over its samples, and their statistics, as they are.
-    Of an odd number of samples one is left out, and then another one stands there three times.
-    """
-    samples = size(batch)
-    if samples is None or samples < 4:
-        return None
-    cut = samples // 2
-
-    def part(tensor: torch.Tensor, start: int) -> torch.Tensor:
-        if tensor.dim() == 0:
-            return tensor
-        half = tensor[start : start + cut]
-        return torch.cat([half, half, half[:1]][: 2 + samples % 2]) if as_whole else half  # as they lie in memory
-
-    return map_tensors(batch, partial(part, start=0)), map_tensors(batch, partial(part, start=cut))

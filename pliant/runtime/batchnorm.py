@@ -1,4 +1,4 @@
-"""Which norms move: those with running statistics take the batch's own, or rest on what they have learned."""
+"""Modes of batch norms: each uses the statistics of the batch, or its running statistics."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _FORGOTTEN = 0.01  # of what running statistics began with
 
 
 def in_eights(values: torch.Tensor) -> bool:
-    """Images that lie channels-last in memory, and whose channels come in eights: what a kernel for a norm at rest takes."""
+    """Whether images are channels-last in memory, with a multiple of eight channels: inputs of the custom norm kernel."""
     is_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
     return is_last and values.shape[1] % 8 == 0
 
 
 @dataclass
-class Norms:
+class BatchNormModes:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
 
-    A norm whose parameters are not chosen runs on its running statistics, whatever `model.train()` says. With "auto" so does a
-    chosen one where batches are too small to tell statistics by (`settle_`), unless training is plain. The user's own wish is
-    what the module shows when it does not show what we set, or the mode that the whole model was switched to.
+    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" so does a
+    chosen one where batches are too small for good statistics (`settle_`), unless training is plain. The user's wish is the
+    mode of the module where that is not the one set here, or the mode that the whole model was switched to.
     """
 
     model: nn.Module
@@ -42,7 +42,7 @@ class Norms:
     _wanted: dict[str, bool] = field(default_factory=dict)
     _set: dict[str, bool] = field(default_factory=dict)
     _whole: bool = True
-    _resting: frozenset[str] | None = None  # those that "auto" keeps at rest; None before it is settled
+    _frozen: frozenset[str] | None = None  # those that "auto" keeps on running statistics; None before it is settled
 
     def __post_init__(self) -> None:
         if self.rule not in ("auto", "chosen", "frozen", "as-is"):
@@ -56,68 +56,68 @@ class Norms:
         self._whole = self.model.training
 
     def settle_(self, run: Callable[[], Any]) -> float | None:
-        """Decide what "auto" means from one forward pass, `run`, that leaves no trace: norms rest where a batch holds fewer
-        than `ENOUGH` values of a channel and is like what their statistics are of, both in the median over them. Gives the
-        number of values where they do.
+        """Decide what "auto" means from one forward pass, `run`, that leaves no trace. Norms keep their running statistics
+        where a batch holds fewer than `ENOUGH` values per channel and resembles those statistics, in the median over norms.
+        Returns that number of values then, else None.
 
-        Statistics that are still those of a new norm mean nothing: such a norm is not asked, and moves when it is chosen.
+        A new norm has no statistics yet: it does not count, and uses batch statistics when it is chosen.
         """
         if self.is_settled:
             return None
         learned = self._learned()
         seen = _shown(self.model, learned.values(), run) if learned else {}
         few = median(values for values, _ in seen.values()) if seen else ENOUGH
-        rest = few < ENOUGH and median(strangeness for _, strangeness in seen.values()) < STRANGE
-        self._resting = frozenset(name for name, module in learned.items() if rest and module in seen)
-        return few if rest else None
+        freeze = few < ENOUGH and median(strangeness for _, strangeness in seen.values()) < STRANGE
+        self._frozen = frozenset(name for name, module in learned.items() if freeze and module in seen)
+        return few if freeze else None
 
     def settle_as_(self, rule: str) -> None:
         """Decide what "auto" means as it was decided elsewhere: where steps were priced (`priced`)."""
         if not self.is_settled:
-            self._resting = frozenset(self._learned() if rule == "frozen" else ())
+            self._frozen = frozenset(self._learned() if rule == "frozen" else ())
 
     def _learned(self) -> dict[str, nn.Module]:
         return {name: module for name, module in self._norms.items() if _has_learned(module)}
 
     @property
     def is_settled(self) -> bool:
-        return self.rule != "auto" or self._resting is not None
+        return self.rule != "auto" or self._frozen is not None
 
     def unsettle_(self) -> None:
-        """Forget what was settled: it was from a batch that no step came of."""
-        self._resting = None
+        """Forget what was settled, since no step was taken with that batch."""
+        self._frozen = None
 
     @property
     def priced(self) -> NormRule:
-        """The rule to price steps by: what "auto" comes down to, or the dearer one where norms differ."""
+        """The rule to price steps by: what "auto" means here, or the more expensive rule where norms differ."""
         if self.rule != "auto":
             return self.rule
-        return "frozen" if self._resting and self._resting.issuperset(self._norms) else "chosen"
+        return "frozen" if self._frozen and self._frozen.issuperset(self._norms) else "chosen"
 
     def state(self) -> list[str] | None:
         """What was settled, in plain types."""
-        return None if self._resting is None else sorted(self._resting)
+        return None if self._frozen is None else sorted(self._frozen)
 
     def load(self, state: list[str] | None) -> None:
-        self._resting = None if state is None else frozenset(state)
+        self._frozen = None if state is None else frozenset(state)
 
     def hold_(self, among: Collection[str], chosen: Collection[str], limited: bool = True) -> None:
         """Set every norm's mode for this choice. Call before each forward pass.
 
-        Where everything is chosen and nothing is `limited`, training is plain, and so are norms with "auto".
+        Where everything is chosen and nothing is `limited`, training is plain, and "auto" changes no norm.
         """
         if self.rule == "as-is":
             return
         self._listen()
         everything = len(chosen) == len(among)
-        resting = self._resting if self.rule == "auto" and (limited or not everything) else None
+        frozen = self._frozen if self.rule == "auto" and (limited or not everything) else None
         for name, module in self._norms.items():
             candidates = [p for p in self._own[name] if p in among]
             # A norm without parameters to choose goes along only when the whole model trains.
             along = any(p in chosen for p in candidates) if candidates else everything
-            mode = self._wanted[name] and along and self.rule != "frozen" and not (resting and name in resting)
+            mode = self._wanted[name] and along and self.rule != "frozen" and not (frozen and name in frozen)
             self._set[name] = mode
-            if module.training != mode:  # to set an attribute of a module takes its time
+            if module.training != mode:  # setting an attribute of a module is slow
                 module.training = mode
 
     def release_(self) -> None:
@@ -138,8 +138,8 @@ class Norms:
 
 
 def _has_learned(norm: nn.Module) -> bool:
-    """Whether a batch norm has running statistics that are not those of a new one, nor hang on them still. Those that came from
-    elsewhere and were never counted are taken for learned. One that looks at all processes' batches has enough to go by."""
+    """Whether the running statistics of a batch norm no longer depend on their initial values. Statistics that were loaded
+    without a batch count are taken as learned. SyncBatchNorm sees the batches of all processes, which is enough values."""
     if not isinstance(norm, _BatchNorm) or isinstance(norm, nn.SyncBatchNorm):
         return False
     if norm.running_mean is None or norm.running_var is None:
@@ -151,21 +151,21 @@ def _has_learned(norm: nn.Module) -> bool:
 
 
 def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, tuple[float, float]]:
-    """How many values of each of its channels a norm sees in one forward pass, and how far their variances lie from the running
-    ones, for norms that it gets to; nothing where it breaks off before it got to all of them."""
+    """For each norm that one forward pass runs: its values per channel, and how far their variances are from the running ones.
+    Empty where the pass fails before it has run all norms."""
     seen: dict[nn.Module, tuple[float, torch.Tensor]] = {}
 
-    def look(norm: nn.Module, args: Any, kwargs: Any) -> None:
+    def on_input(norm: nn.Module, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
         seen[norm] = input.numel() / max(input.shape[1], 1), _strangeness(cast("_NormBase", norm), input)
 
-    hooks = [norm.register_forward_pre_hook(look, with_kwargs=True) for norm in norms]
+    hooks = [norm.register_forward_pre_hook(on_input, with_kwargs=True) for norm in norms]
     try:
         with sandbox(model), torch.no_grad():
             for norm in norms:
                 norm.training = False
             run()
-    except Exception:  # a loss that needs gradients, or a fault that the first step will tell
+    except Exception:  # a loss that needs gradients, or an error that the first step will raise again
         seen = seen if len(seen) == len(norms) else {}
     finally:
         for hook in hooks:
@@ -175,7 +175,7 @@ def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any
 
 def _strangeness(norm: _NormBase, input: torch.Tensor) -> torch.Tensor:
     """The median over channels of |log(variance of the batch / running variance)|, less what chance makes of so few values;
-    none where the samples are too few to tell."""
+    0 where there are too few samples."""
     if len(input) < _A_FEW:
         return torch.zeros(())
     values = input.numel() / max(input.shape[1], 1)

@@ -1,4 +1,4 @@
-"""Bytes that live: storages, counted once however many tensors look at them, and the peak while something runs."""
+"""Live bytes: storages, each counted once however many tensors share it, and the peak while something runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def when_freed(tensor: torch.Tensor, then: Callable[[], None]) -> Any:
 
 
 def resident() -> int | None:
-    """Bytes of this process in main memory, Python and libraries included; None where the system does not tell."""
+    """Bytes of this process in main memory, Python and libraries included; None where the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):  # not Linux
@@ -47,7 +47,7 @@ def storage(tensor: torch.Tensor) -> tuple[int, int]:
     return memory._cdata, memory.nbytes()
 
 
-class Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations make while it is on, and remembers the peak.
 
     On the CPU it follows every storage from the operation that makes it until it is freed; scratch memory inside a kernel is
@@ -81,7 +81,7 @@ class Live(TorchDispatchMode):
             torch.cuda.reset_peak_memory_stats(self._device)
         self._peak = self._bytes
 
-    def __enter__(self) -> Live:
+    def __enter__(self) -> LiveBytes:
         return super().__enter__() if self._device is None else self
 
     def __exit__(self, *error: Any) -> None:
@@ -124,10 +124,10 @@ def _cached_at_most(device: torch.device) -> int:
 class StandIns(saved_tensors_hooks):
     """Forward passes inside keep the shapes of what backward needs and not the values: backward finds zeros in their place.
 
-    What a pass takes hangs on shapes, with few exceptions (zeros as places to gather from all point to one), so it can be timed
-    where there is no room for all that it would keep; gradients mean nothing. What holds integers, which may be indices, what
-    is small, and the model's own tensors are kept as they are. All zeros share one piece of memory, but neighbours in time lie
-    apart in it, so that none is found in a cache of the processor.
+    The time of a pass depends on shapes, with few exceptions (indices that are all 0 point to one place). So a pass can be
+    timed where there is no room for all that it would keep; its gradients mean nothing. Integers (they may be indices), small
+    tensors and the model's own tensors are kept as they are. All zeros share one piece of memory, but tensors that follow each
+    other lie apart in it, so that none is found in a cache of the processor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -175,7 +175,7 @@ class StandIns(saved_tensors_hooks):
 
 
 class StepPeak:
-    """The peak of one optimizer step beyond that of inference, with the optimizer's state as it stands from then on.
+    """The peak of one optimizer step beyond that of inference, with the optimizer's state as it is from then on.
 
     The parts of a step run inside of it, as many as there are. `before` are the bytes of gradients and of state that stand at
     its start, `state()` those of state that stand when it is asked.
@@ -184,7 +184,7 @@ class StepPeak:
     def __init__(self, device: torch.device, inference: int, before: int, state: Callable[[], int]) -> None:
         self._inference, self._before, self._state = inference, before, state
         self._had, self._passes = state(), 0
-        self._live = Live(device)
+        self._live = LiveBytes(device)
         self._live.forget()
 
     def __enter__(self) -> StepPeak:

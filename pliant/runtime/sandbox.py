@@ -67,7 +67,7 @@ def scratch(
     """An optimizer like the user's (class, settings of each parameter's group), with fresh state, over copies of `params`, or
     of `values` that stand for them.
 
-    Hooks and schedulers that hang on the user's optimizer do not see it; take its steps with `scratch_step`.
+    Hooks and schedulers of the user's optimizer do not see it; take its steps with `scratch_step`.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS makes its update from a closure, not from a gradient: its update gain is unknown.")

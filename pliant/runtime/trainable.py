@@ -47,20 +47,20 @@ def check_in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Op
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainableState:
     """How a model was found: which parameters were trainable, and the mode of each module."""
 
     requires_grad: Mapping[nn.Parameter, bool]
     training: Mapping[nn.Module, bool]
 
 
-def found(model: nn.Module) -> Found:
+def found(model: nn.Module) -> TrainableState:
     """Remember how the model is now."""
-    return Found({p: p.requires_grad for p in model.parameters()}, {m: m.training for m in model.modules()})
+    return TrainableState({p: p.requires_grad for p in model.parameters()}, {m: m.training for m in model.modules()})
 
 
-def restore_(was: Found) -> None:
-    """Make the model as it was found; modes are handled by `Norms.release_`, so that the user's own changes of mode stay."""
+def restore_(was: TrainableState) -> None:
+    """Restore which parameters are trainable. `BatchNormModes.release_` restores modes, but for the user's changes."""
     for param, flag in was.requires_grad.items():
         param.requires_grad_(flag)
     torch.clear_autocast_cache()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +20,17 @@ from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Part, Selection, Unit
 from pliant.cost.charge import ChargeKind
-from pliant.cost.measure import inside, origin, sparing
+from pliant.cost.measure import origin, read_graph, sparing
 from pliant.cost.profile import Profile
-from pliant.graph.backward import read
+from pliant.engine.kernels.prices import PRICES
 from pliant.planning.floor import in_reach, least_bytes, leaving_room
 from pliant.planning.plan import plan
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.sandbox import sandbox
 from pliant.session.feedback import DWELL, Feedback, Round
-from pliant.signals.drift import Drift
+from pliant.signals.drift import Drift, latest
 
 Probe = Callable[[int], dict[Unit, float]]
 
@@ -72,15 +72,15 @@ class Controller:
 
         Forward passes are measured inside of `around()`, unless slices of parameters can be chosen.
         """
-        with sandbox(model):
-            units = self.policy.units(read(model, loss, batch))
+        graph = read_graph(model, loss, batch, norm)
+        units = self.policy.units(graph)
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
             short = self.policy.budget.memory is not None and update.scaler is None
             whole = all(part.dim is None for unit in units for part in unit.parts)
-            cost = inside(self.policy.cost, around) if whole else self.policy.cost
-            cost = sparing(cost) if short else cost
-            self.profile = cost(model, optimizer, loss, batch, update=update, norm=norm)
+            cost = sparing(self.policy.cost) if short else self.policy.cost
+            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES}
+            self.profile = cost(model, optimizer, loss, batch, **how, around=around if whole else nullcontext)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         self.units = units
@@ -149,7 +149,7 @@ class Controller:
             return None
         self._asks_anyway = False
         try:
-            self._values = probe(self._next_round)
+            self._values = latest(self._values, probe(self._next_round))
         except ProbeError:
             self._last = now
             raise

@@ -22,7 +22,7 @@ from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
-from pliant.runtime.batchnorm import Norms
+from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
@@ -45,7 +45,7 @@ class Loop:
         loss: Loss,
         engine: Engine,
         controller: Controller,
-        norms: Norms,
+        norms: BatchNormModes,
         update: Update,
         log: RunLog,
         undo: Undo | None,
@@ -252,7 +252,7 @@ class Loop:
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         self.engine.make_room()
-        # Norms run as they do now; before anything is chosen, as if the head alone were.
+        # BatchNormModes run as they do now; before anything is chosen, as if the head alone were.
         current = self.selection.params if self.controller.selection is not None else set(self.profile.head)
         self._hold_norms(current)
         piece = next(iter(self._probe_on), batch) if self._probe_on is not None else batch

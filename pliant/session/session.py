@@ -19,7 +19,7 @@ from pliant.engine.prefix.feature_cache import Features
 from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
-from pliant.runtime.batchnorm import NormRule, Norms
+from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sample_ids import ids_of
@@ -111,7 +111,7 @@ class Session:
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
         self._undo = Undo(model, optimizer) if undo else None
-        norms, log_file = Norms(model, norm), RunLog(log)
+        norms, log_file = BatchNormModes(model, norm), RunLog(log)
         parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock
         self._loop = Loop(model, loss, *parts)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps

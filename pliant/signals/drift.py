@@ -1,4 +1,4 @@
-"""Values over time: the mean of several probes, the blend of old and new, and how far values have turned."""
+"""Values over time: the latest that are known, and how far they have turned since the last selection."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Drift:
     A single unit cannot turn; there it is the relative change of its value.
     """
 
-    every = 4  # steps between two looks: reading numbers off a GPU waits for it
-    settle, keep = 4, 0.8  # looks that make the first mean; share of the old in the moving one
+    every = 4  # steps between two readings: reading numbers off a GPU waits for it
+    settle, keep = 4, 0.8  # readings that make the first mean; share of the old in the moving one
 
     def __init__(self) -> None:
         self.count = 0
@@ -24,7 +24,7 @@ class Drift:
         self.now: dict[str, float] = {}
 
     def see(self, values: Mapping[str, float]) -> None:
-        """Take in the values of one look; a step without gradients, or with one that is not finite, says nothing."""
+        """Add the values of one reading; a step without gradients, or with one that is not finite, does not count."""
         if not values or not all(math.isfinite(v) for v in values.values()):
             return
         self.count += 1
@@ -63,20 +63,6 @@ class Drift:
         return out
 
 
-def mean(probes: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
-    """The mean value of each key over several probes; NaN where one of them is."""
-    several = list(probes)
-    return {key: sum(values[key] for values in several) / len(several) for key in several[0]}
-
-
-def blend(old: Mapping[Key, float], new: Mapping[Key, float], smooth: float) -> dict[Key, float]:
-    """`smooth` of the old value and the rest of the new one; where the new one is not a number the old one stays."""
-    out = {}
-    for key, value in new.items():
-        before = old.get(key, math.nan)
-        if not math.isfinite(value):
-            value = before
-        elif math.isfinite(before):
-            value = smooth * before + (1 - smooth) * value
-        out[key] = value
-    return out
+def latest(old: Mapping[Key, float], new: Mapping[Key, float]) -> dict[Key, float]:
+    """The new values; where one is not finite, the old one stays if there is one that is."""
+    return {key: value if math.isfinite(value) else old.get(key, math.nan) for key, value in new.items()}

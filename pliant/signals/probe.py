@@ -18,11 +18,11 @@ from torch import nn
 
 from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
-from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
 from pliant.runtime.trainable import ELEMENTWISE
+from pliant.signals.fisher import potentials
 from pliant.signals.signals import Seen, Signal
 
 _Update = Callable[[str, torch.Tensor], torch.Tensor]
@@ -47,13 +47,13 @@ def probe(
 ) -> dict[Unit, float]:
     """The value of every unit on one batch. Leaves no trace.
 
-    With `pieces`, the batch comes in those, one after the other, so that a set of any size is scored in the memory of a piece:
-    the Fisher potential is that of the whole; other signals are averaged over the pieces.
+    With `pieces`, the batch comes in pieces, one after the other, so that a set of any size is scored in the memory of one
+    piece. The Fisher potential is that of the whole set; other signals are averaged over the pieces.
 
-    Gradients stream: each is scored and freed as it appears. With `windows`, parameters get theirs window by window, each in
+    Gradients stream: each is scored and freed as it appears. With `windows`, parameters are scored window by window, each in
     passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
-    of `around()`. `scale` multiplies the loss and is taken out of the gradients again (a GradScaler's). A unit whose gradient
-    is not finite gets NaN; a loss that is not finite is a `ProbeError`.
+    `around()`. `scale` (a GradScaler's) multiplies the loss and is divided out of the gradients again. A unit whose gradient is
+    not finite gets NaN; a loss that is not finite is a `ProbeError`.
     """
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
@@ -67,34 +67,29 @@ def probe(
         return tally.values()
 
     parts: Pieces = [batch] if pieces is None else pieces
-    on_cuda = next(iter(params.values())).is_cuda  # where kernels are looked for anew for every other shape: that takes seconds
+    update = _updater(optimizer, params)
     with sandbox(model, train=names):
-        if windows is None:
-            windows = _windows(names, params, signal.hold if signal.cross and signal.needs == "gradient" else None)
         start = rng_states()
-        for window in windows:
+        for window in [names] if windows is None else windows:
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
             for name in names:
                 params[name].requires_grad_(name in chosen)
-            passes = _Passes(model, loss, scale, chosen, blank, tally, around, 1 / len(parts))
+            stream = _Stream(model, loss, scale, chosen, around)
             if signal.needs == "activation":
-                passes.activations(parts)
+                for name, potential in potentials(model, names, chosen, parts, scale, stream.run).items():
+                    tally.add(replace(blank[name], potential=potential))
                 continue
             for part in parts:
-                pair = batches.halves(part, as_whole=on_cuda) if signal.cross else None
-                if pair is None:
-                    passes.gradients(part, _updater(optimizer, params))
-                else:
-                    passes.halves(pair, _updater(optimizer, params))
+                stream.run(part, lambda name, grad: tally.add(_scored(blank[name], grad, update), 1 / len(parts)))
     return tally.values()
 
 
 def watch(params: Mapping[str, torch.Tensor], units: Sequence[Unit]) -> dict[str, float]:
-    """Σ g² of each unit from the gradients that stand on its parameters now: nothing runs but one norm over all of them.
+    """Σ g² of each unit from the gradients that its parameters hold now: nothing runs but one norm over all of them.
 
-    This is what values are watched by between probes; for plain SGD it is the update gain itself, but for the learning
-    rate. Empty where there is no gradient.
+    Drift is measured with it between probes; for plain SGD it is the update gain divided by the learning rate. Empty where
+    there is no gradient.
     """
     grads = {name: params[name].grad for unit in units for name in unit.params}
     there = {name: grad for name, grad in grads.items() if grad is not None}
@@ -135,7 +130,7 @@ class _Tally:
 
 
 def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
-    """The worth of a slice. What is not told apart along its dimension is spread evenly."""
+    """The worth of a slice. A worth without that dimension is spread evenly."""
     if part.dim is None or part.index is None:
         return worth.sum()
     if worth.shape == shape:
@@ -147,111 +142,28 @@ def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Ten
     return along[list(part.index)].sum()
 
 
+def _scored(blank: Seen, grad: torch.Tensor, update: _Update) -> Seen:
+    """What was seen of a parameter: its gradient, and the update that this gradient makes."""
+    return replace(blank, grad=grad, update=lambda: update(blank.name, grad))
+
+
 @dataclass(frozen=True)
-class _Passes:
-    """Forward and backward passes into some parameters; each gradient is scored as it appears, then let go."""
+class _Stream:
+    """Forward and backward passes into some parameters; each gradient is handed over as it appears, then freed."""
 
     model: nn.Module
     loss: Loss
     scale: float
     params: Mapping[str, nn.Parameter]
-    blank: Mapping[str, Seen]
-    tally: _Tally
     around: Around
-    share: float  # of each piece in the whole
 
-    def gradients(self, batch: Any, update: _Update) -> None:
-        """One pass: every gradient against the update that it makes."""
-
-        def take(name: str, grad: torch.Tensor) -> None:
-            self.tally.add(replace(self.blank[name], grad=grad, update=lambda: update(name, grad)), self.share)
-
-        self._stream(batch, take)
-
-    def halves(self, pair: tuple[Any, Any], update: _Update) -> None:
-        """Two passes: each half's gradient against the update that the other's makes."""
-        first: dict[str, torch.Tensor] = {}
-        self._stream(pair[0], first.__setitem__)
-
-        def take(name: str, grad: torch.Tensor) -> None:
-            other = first.pop(name, None)
-            if other is None:  # this half of the batch did not reach it
-                return
-            seen = self.blank[name]
-            self.tally.add(replace(seen, grad=other, update=lambda: update(name, grad)), 0.5 * self.share)
-            self.tally.add(replace(seen, grad=grad, update=lambda: update(name, other)), 0.5 * self.share)
-
-        self._stream(pair[1], take)
-
-    def activations(self, parts: Pieces) -> None:
-        """A pass for each piece that squares Σ a·g per sample and channel at the output of every module with parameters of its
-        own; g is the gradient of the whole's loss, so pieces of any size add up to the same. The gradients of those parameters
-        themselves are not computed: backward goes as far as the smallest one of each module that comes first."""
-        name_of = {param: name for name, param in self.model.named_parameters() if name in self.blank}
-        layers: list[nn.Module] = [module for module in self.model.modules() if isinstance(module, _LAYERS)]
-        own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in layers}
-        own = {module: names for module, names in own.items() if any(name in self.params for name in names)}
-        sums: dict[nn.Module, torch.Tensor] = {}  # of one piece: (samples, channels), over all uses of the module
-        squares: dict[nn.Module, torch.Tensor] = {}  # of all pieces: (channels,)
-        counts: dict[nn.Module, int] = {}  # samples in them
-        along: dict[str, torch.Tensor] = {}  # w·g, of what no module shows
-        through_modules: set[str] = set()
-        first: set[str] = set()  # of modules with nothing to learn before them
-        samples = 0
-
-        def on_output(module: nn.Module, inputs: Any, output: Any) -> None:
-            out = next(batches.tensors(output), None)
-            if out is None or not out.requires_grad or out.dim() < 2:
-                return
-            through_modules.update(own[module])
-            if not any(given.requires_grad for given in batches.tensors(inputs)):
-                first.add(
-                    min((name for name in own[module] if name in self.params), key=lambda name: self.params[name].numel())
-                )
-            if own[module][0] not in self.params:  # another window's
-                return
-            activation = out.detach().clone()  # a copy: what follows may work in place
-
-            def on_out_grad(grad: torch.Tensor) -> None:
-                product = (activation * grad * (self.share / self.scale)).float().movedim(_channel_dim(module, activation), 1)
-                per_channel = product.reshape(product.shape[0], product.shape[1], -1).sum(dim=2)
-                sums[module] = sums[module] + per_channel if module in sums else per_channel
-
-            out.register_hook(on_out_grad)
-
-        def on_grad(name: str, grad: torch.Tensor) -> None:
-            if name not in through_modules:
-                product = (self.blank[name].weight * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1)
-                along[name] = along.get(name, 0) + self.share * product.sum(dim=1)
-
-        def into() -> list[torch.Tensor]:
-            return [param for name, param in self.params.items() if name in first or name not in through_modules]
-
-        handles = [module.register_forward_hook(on_output) for module in own]
-        try:
-            for part in parts:
-                samples += batches.size(part) or 1
-                self._stream(part, on_grad, into)
-                for module, total in sums.items():
-                    squares[module] = squares.get(module, 0) + total.square().sum(dim=0)
-                    counts[module] = counts.get(module, 0) + total.shape[0]
-                sums.clear()
-        finally:
-            for handle in handles:
-                handle.remove()
-        for name, product in along.items():
-            self.tally.add(replace(self.blank[name], potential=product.square() / (2 * samples**2)))
-        for module, square in squares.items():
-            self.tally.add(replace(self.blank[own[module][0]], potential=square / (2 * counts[module])))
-
-    def _stream(
+    def run(
         self,
         batch: Any,
         on_grad: Callable[[str, torch.Tensor], None],
         into: Callable[[], list[torch.Tensor]] | None = None,
     ) -> None:
-        """One forward and backward pass; every gradient is handed over as it appears, then let go. Backward goes as far as
-        these parameters, or what is `into`."""
+        """One forward and backward pass. Backward goes as far as these parameters, or as `into()`."""
 
         def hook(name: str) -> Callable[[torch.Tensor], None]:
             def take(param: torch.Tensor) -> None:
@@ -312,28 +224,3 @@ def _updater(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
         return torch.cat(pieces).view(param.shape)
 
     return update
-
-
-def _windows(names: Sequence[str], params: Mapping[str, nn.Parameter], hold: int | None) -> list[list[str]]:
-    """Consecutive names whose gradients together need at most `hold` bytes (a larger single one stands alone)."""
-    if hold is None:
-        return [list(names)]
-    out: list[list[str]] = [[]]
-    held = 0
-    for name in names:
-        size = params[name].numel() * params[name].element_size()
-        if out[-1] and held + size > hold:
-            out.append([])
-            held = 0
-        out[-1].append(name)
-        held += size
-    return out
-
-
-# Modules whose output is their parameters' doing: channels second, or channels last.
-_CHANNELS_SECOND = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm)
-_LAYERS = (*_CHANNELS_SECOND, nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
-
-
-def _channel_dim(module: nn.Module, out: torch.Tensor) -> int:
-    return 1 if isinstance(module, _CHANNELS_SECOND) else out.dim() - 1

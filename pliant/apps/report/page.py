@@ -12,7 +12,7 @@ from pliant.apps.report.figures import Points, Series
 from pliant.apps.report.run import Round, Run, blocks
 from pliant.core import text as markup
 from pliant.core.text import Html, Table, join, tag
-from pliant.cost.peaks import svg_plot
+from pliant.cost.roofline import svg_plot
 
 # The map's classes of colour: the least share of the round's largest value, and how that is said.
 CLASSES = ((0.1, "over 10 %"), (0.01, "over 1 %"), (0.001, "over 0.1 %"), (0.0001, "over 0.01 %"), (0.0, "less"))

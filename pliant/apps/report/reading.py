@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from pliant.apps.report.run import Chosen, Evaluation, Roof, Run, Start, Step
 from pliant.core.errors import PliantError
 from pliant.core.types import Cost, Selection, Unit
-from pliant.cost.peaks import Peaks, Row
+from pliant.cost.roofline import Peaks, RooflineRow
 
 LOG = "run.jsonl"  # its name inside a run's folder
 
@@ -273,7 +273,8 @@ def _chosen(line: Mapping[str, Any]) -> Chosen:
 
 def _roof(line: Mapping[str, Any]) -> Roof:
     rows = (
-        Row(str(u["name"]), _number(u["seconds"]), int(_number(u["macs"])), int(_number(u["moved"]))) for u in line["units"]
+        RooflineRow(str(u["name"]), _number(u["seconds"]), int(_number(u["macs"])), int(_number(u["moved"])))
+        for u in line["units"]
     )
     return Roof(Peaks.from_json(line["peaks"]), tuple(rows))
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import median
 
 from pliant.core.types import Cost, Selection
-from pliant.cost.peaks import Peaks, Row
+from pliant.cost.roofline import Peaks, RooflineRow
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Roof:
     """A roofline: what the device can do, and where each unit's backward pass stands."""
 
     peaks: Peaks
-    rows: tuple[Row, ...]
+    rows: tuple[RooflineRow, ...]
 
 
 @dataclass(frozen=True)

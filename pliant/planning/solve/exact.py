@@ -105,7 +105,7 @@ def _table(values: Array, own: Array, between: Array, limit: float, bins: int) -
     """Positions of the best choice on a chain.
 
     Prices are rounded to the nearest of `bins` parts of their sum to find a state's column, and each state carries what
-    rounding took or gave: rounding may merge two states, but what is read keeps the limit. Columns do not hang on the
+    rounding took or gave: rounding may merge two states, but what is read keeps the limit. Columns do not depend on the
     limit, so a larger limit reads the same table further right and its value never falls. A state is one integer, value ·
     2^bits − error, so that one maximum keeps both.
     """

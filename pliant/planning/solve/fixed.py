@@ -1,4 +1,4 @@
-"""One unit after another by some order, or always the same ones."""
+"""Units one by one in some order, or always the same ones."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from pliant.planning.solve.problem import Array, Mask, Problem, Solver
 def greedy(by: str = "value", stop: bool = False) -> Solver:
     """Take units one by one as long as they fit; `stop` at the first that does not.
 
-    `by` says in which order: falling "value", falling "ratio" of value to price, falling "score" of value to size, or "order",
-    from the loss outwards. The score is TinyTrain's: value / ((elements / most elements) · (MACs / most MACs)) of the unit by
-    itself, whatever way lies between it and the loss. arXiv 2307.09988.
+    `by` says in which order: falling "value", falling "score" of value to size, or "order", from the loss to the
+    input. The score is TinyTrain's: value / ((elements / most elements) · (MACs / most MACs)) of the unit by
+    itself, whatever its distance from the loss. arXiv 2307.09988.
     """
-    if by not in ("value", "ratio", "score", "order"):
-        raise ValueError(f"greedy(by={by!r}): choose 'value', 'ratio', 'score' or 'order'.")
+    if by not in ("value", "score", "order"):
+        raise ValueError(f"greedy(by={by!r}): choose 'value', 'score' or 'order'.")
 
     def solve(problem: Problem) -> Mask:
         if by == "order":
             return fill(problem, [int(i) for i in np.flatnonzero(~problem.always & problem.allowed)], stop)
         keys = problem.values
-        if by == "ratio":
-            limited = np.isfinite(problem.limits) & (problem.limits > 0)
-            alone = np.array([problem.cost(_only(problem, i)) for i in range(len(keys))])[:, limited]
-            keys = keys / np.maximum((alone / problem.limits[limited]).sum(axis=1), 1e-12)
         if by == "score":
             if problem.elements is None or problem.macs is None:
                 raise ValueError("greedy(by='score') needs to know how large units are: give Problem elements and macs.")
@@ -36,12 +32,6 @@ def greedy(by: str = "value", stop: bool = False) -> Solver:
         return fill(problem, sorted((int(i) for i in problem.free), key=lambda i: -keys[i]), stop)
 
     return solve
-
-
-def _only(problem: Problem, unit: int) -> Mask:
-    mask = np.zeros(len(problem.names), bool)
-    mask[unit] = True
-    return mask
 
 
 def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None) -> Mask:
@@ -59,55 +49,10 @@ def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None
     return chosen
 
 
-def filled(solver: Solver) -> Solver:
-    """Another solver; and what it leaves of the budget goes to units that it saw no value in, from the loss outwards.
-
-    A gain that is corrected for noise is as often below zero as above it where there is nothing but noise: then it does not say
-    that a unit is better left alone, but nothing at all. A value of exactly 0 does: no gradient arrives there, or none that is
-    a number.
-    """
-
-    def solve(problem: Problem) -> Mask:
-        chosen = solver(problem)
-        if not chosen.any():
-            return chosen  # what to do then is for the caller to say
-        left = np.flatnonzero((problem.values != 0) & ~chosen & problem.allowed)
-        return fill(replace(problem, always=chosen), left.tolist(), stop=False)
-
-    return solve
-
-
-def tempered(solver: Solver, power: float = 0.25) -> Solver:
-    """Another solver, to which values stand nearer to each other: each is raised to a power, and keeps its sign.
-
-    First-order gains of neighbouring layers add up only on paper: what one of them learns, the next need not. To maximise their
-    sum is to spend everything on the few layers with the largest gradients. With the fourth root, a unit that is worth 16 times
-    as much as another counts twice: many that are cheap come before one that is dear.
-    """
-    if not 0 <= power <= 1:
-        raise ValueError(
-            f"tempered(power={power}): from 0, where every unit counts the same, to 1, where values are as they are."
-        )
-
-    def solve(problem: Problem) -> Mask:
-        return solver(replace(problem, values=np.sign(problem.values) * np.abs(problem.values) ** power))
-
-    return solve
-
-
-def where_norms_rest(solver: Solver, otherwise: Solver) -> Solver:
-    """One solver where norms keep their statistics also in what trains (`Session(norm=…)`), another where they move."""
-
-    def solve(problem: Problem) -> Mask:
-        return solver(problem) if problem.norms_rest else otherwise(problem)
-
-    return solve
-
-
 def within_layers(solver: Solver, share: float = 0.25) -> Solver:
     """Layers by another solver, each as its best `share` of channels; then more channels while they fit, of those layers first.
 
-    Units of one layer are those whose names agree up to a bracket ("layer[out 0:8]"); others stand for themselves.
+    Units of one layer are those whose names agree up to a bracket ("layer[out 0:8]"); others are layers of their own.
     """
     if not 0 < share <= 1:
         raise ValueError(f"within_layers(share={share}): more than 0, at most 1.")
@@ -150,12 +95,12 @@ def _by_layer(sizes: Array | None, layers: dict[str, list[int]]) -> Array | None
 
 
 def _members(problem: Problem, units: list[int], best: list[int]) -> list[int]:
-    """What stands for a layer: what is always chosen of it, else its best channels."""
+    """The units that represent a layer: those of it that are always chosen, else its best channels."""
     return [i for i in units if problem.always[i]] or best
 
 
 def fixed(*globs: str) -> Solver:
-    """Always the units whose names match; budgets are not looked at here (a choice over its budget is still refused)."""
+    """Always the units whose names match; budgets are ignored here (a choice over its budget is still refused)."""
 
     def solve(problem: Problem) -> Mask:
         chosen = problem.always.copy()

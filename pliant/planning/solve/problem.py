@@ -1,4 +1,4 @@
-"""What is to be solved, for every solver."""
+"""The problem that every solver solves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SLACK = 1e-9  # relative; what rounding in a sum of floats may add
 class Problem:
     """Choose units of the most value so that every limit holds.
 
-    Units stand nearest the loss first. Charge j costs `price[:, j]` and is due when a unit of `needed[j]` is chosen; `limits`
-    are what is left beside the forward pass. There is one row per limited resource, but a peak (bytes) has one for each
-    moment that may be the highest: `resource` tells which rows belong together (None: each stands for itself). `round` and
-    `seed` make random choices repeatable; `done` is the share of the run that is behind, where its length is known.
+    Units are in order, nearest the loss first. Charge j costs `price[:, j]` and is due when a unit of `needed[j]` is chosen;
+    `limits` are those of a step less its forward pass. There is one row per limited resource, but a peak (bytes) has one for
+    each moment that may be the highest: `resource` names the resource of each row (None: all differ). `round` and `seed` make
+    random choices repeatable; `done` is the share of the run that is done, where its length is known.
     """
 
     names: tuple[str, ...]
@@ -32,11 +32,10 @@ class Problem:
     round: int = 0
     seed: int = 0
     resource: tuple[str, ...] | None = None  # (rows,)
-    elements: Array | None = None  # (units,): numbers that train in each, wherever it stands
-    macs: Array | None = None  # (units,): of its own gradients, without the way there
+    elements: Array | None = None  # (units,): elements of each
+    macs: Array | None = None  # (units,): of its own gradients alone
     done: float | None = None
-    norms_rest: bool = False  # every norm keeps its statistics, also in what trains
-    may: Mask | None = None  # (units,): those that may be chosen; None: all. What may not still has its place and its value
+    may: Mask | None = None  # (units,): those that may be chosen; None: all. Others keep their place and value
 
     def cost(self, chosen: Mask) -> Array:
         """What this choice costs, per row."""
@@ -66,7 +65,7 @@ class Problem:
 
     @property
     def reached(self) -> Mask:
-        """The units that the loss hangs on: to train any other changes nothing."""
+        """The units that the loss depends on: to train any other changes nothing."""
         return np.asarray(self.needed.any(axis=0))
 
     def rng(self) -> np.random.Generator:

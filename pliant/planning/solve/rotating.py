@@ -1,9 +1,8 @@
-"""So many units, or those whose turn it is, whatever they are worth."""
+"""Solvers that rotate: a number of units, or those whose turn it is, whatever they are worth."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from weakref import WeakSet
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,10 +10,20 @@ from pliant.planning.solve.fixed import fill
 from pliant.planning.solve.problem import SLACK, Mask, Problem, Solver
 
 
-def sample(k: int | None = None) -> Solver:
-    """Units in random order, each if it still fits; at most `k`. Another draw each round, the same for the same seed.
+@dataclass(frozen=True)
+class Rotating:
+    """A solver that chooses by round, not by value. A choice of it is never added to or taken from: the next is a fresh one."""
 
-    What the loss does not hang on is not drawn.
+    choose: Solver
+
+    def __call__(self, problem: Problem) -> Mask:
+        return self.choose(problem)
+
+
+def sample(k: int | None = None) -> Solver:
+    """Random units, as many as fit; at most `k`. Re-drawn every round; the same seed gives the same units.
+
+    Units that the loss does not depend on are not drawn.
     """
 
     if k is not None and k < 1:
@@ -25,12 +34,12 @@ def sample(k: int | None = None) -> Solver:
         order = [int(i) for i in problem.rng().permutation(len(problem.names)) if free[i]]
         return fill(problem, order, stop=False, most=k)
 
-    return _in_turns(solve) if k is not None else solve
+    return Rotating(solve) if k is not None else solve
 
 
 def cycle(k: int = 1, order: str = "descending") -> Solver:
-    """The next `k` units each round, and around again: "descending" from the loss outwards, "ascending" from the input on, or
-    "random", in another order each time around. What the loss does not hang on has no turn.
+    """The next `k` units each round, and around again: "descending" from the loss to the input, "ascending" from the input
+    on, or "random", in another order each time around. Units that the loss does not depend on are left out.
     """
 
     if k < 1:
@@ -50,49 +59,37 @@ def cycle(k: int = 1, order: str = "descending") -> Solver:
         start = problem.round * k
         return fill(problem, [unit(start + i) for i in range(min(k, len(others)))], stop=False)
 
-    return _in_turns(solve)
+    return Rotating(solve)
 
 
 def with_ends(solver: Solver) -> Solver:
-    """Another solver, for what lies between: the unit nearest the loss and the one furthest from it are chosen in any case."""
+    """Another solver for all units but two: the one nearest the loss and the one furthest from it are always chosen."""
 
     def solve(problem: Problem) -> Mask:
         always, reached = problem.always.copy(), np.flatnonzero(problem.reached)
         always[[*reached[:1], *reached[-1:]]] = True
         return solver(replace(problem, always=always))
 
-    return _in_turns(solve) if takes_turns(solver) else solve
+    return Rotating(solve) if isinstance(solver, Rotating) else solve
 
 
 def freeze(start: float = 0.8, cubed: bool = True) -> Solver:
     """All units at first; then they leave for good, one after another from the input on. FreezeOut, arXiv 1706.04983.
 
     Of the L units that are not always chosen, number i from the input (counted from 0) leaves when
-    t_i = start + (1 − start)·i/L of the run is done; with `cubed`, when t_i³ is. What the loss does not hang on is not chosen.
+    t_i = start + (1 − start)·i/L of the run is done; with `cubed`, when t_i³ is. Units that the loss does not depend on are not
+    chosen.
     """
     if not 0 <= start < 1:
         raise ValueError(f"freeze(start={start}): the first unit leaves after a share of the run, at least 0 and less than 1.")
 
     def solve(problem: Problem) -> Mask:
         if problem.done is None:
-            raise ValueError("freezing by and by needs the length of the run: give Session total_steps=…, or use fit().")
+            raise ValueError("freezing layer by layer needs the length of the run: give Session total_steps=…, or use fit().")
         others = np.flatnonzero(problem.reached & ~problem.always & problem.allowed)
         from_input = np.arange(len(others))[::-1]
         leave_at = (start + (1 - start) * from_input / max(len(others), 1)) ** (3 if cubed else 1)
         stay = problem.done < leave_at * (1 - SLACK)
         return fill(problem, [int(i) for i in others[stay]], stop=False)
 
-    return _in_turns(solve)
-
-
-def takes_turns(solver: Solver) -> bool:
-    """Whether a solver chooses so many units, or those whose turn it is, rather than what is worth most."""
-    return solver in _TURNS
-
-
-def _in_turns(solver: Solver) -> Solver:
-    _TURNS.add(solver)
-    return solver
-
-
-_TURNS: WeakSet[Solver] = WeakSet()
+    return Rotating(solve)

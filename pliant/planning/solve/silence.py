@@ -1,4 +1,4 @@
-"""Keep what a solver written in C prints of itself from the standard output."""
+"""Keep a solver written in C from printing to the standard output."""
 
 from __future__ import annotations
 

@@ -1,49 +1,60 @@
-"""Units that stand for their neighbours: a choice that is spread out, and so reaches further than a dense one."""
+"""The default solver: chosen layers that cover their neighbours."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from pliant.planning.solve.exact import everything_fits, fitting
 from pliant.planning.solve.problem import SLACK, Array, Mask, Problem, Solver
 
-_FEW = 12  # units of which every choice is looked at
-_STARTS = 16  # of more, choices are grown from as many depths
+_FEW = 12  # up to so many units, every choice is tried
+_STARTS = 16  # with more units, choices are grown from as many depths
 
 
-def spread(alike: float = 0.8) -> Solver:
-    """Choose so that every unit has a chosen one near it: what one layer learns, the next need not.
+def coverage(discount: float = 0.8, power: float = 0.25) -> Solver:
+    """A chosen layer counts for itself and, with a discount per layer of distance, for its neighbours.
 
-    A unit counts with all of its value where it is chosen. Where it is not, a chosen one stands for it, by the less the further
-    away it is, and by no more than it is worth itself; of the chosen ones the best counts:
+    What one layer learns, the next need not learn again. So a unit counts in full where it is chosen; elsewhere the best chosen
+    unit near it counts for it, by no more than it is worth itself:
 
-        Σ_u max over chosen c of min(value(u), value(c)) · alike^|u − c|
+        Σ_u max over chosen c of min(v_u, v_c) · discount^|u − c|,    v = value^power
 
-    With 0, values add up. The larger `alike`, the less is a second unit worth beside a first, and the sooner its price is
-    better spent on the way to others: fewer layers are chosen, and they reach further from the loss.
+    The fourth root (`power`) brings values nearer to each other: a unit that is worth 16 times as much as another counts twice.
+    With `discount` 0 the roots add up. The larger the discount, the less a second unit adds beside a first: fewer layers are
+    chosen, and they reach further from the loss. Only positive values count.
 
-    Any number of limits, at true prices. Of up to 12 units every choice is looked at. Of more, choices are grown unit by unit,
-    by what adds most for its price, from what is always chosen, and from it with one more at each of 16 depths; then one unit
-    at a time is taken out and others are grown in its place, for as long as that is better.
+    Any number of limits, at true prices. Up to 12 units, every choice is tried, so the answer is the best one. With more,
+    choices are grown unit by unit, by what adds most for its price. Growth starts from what is always chosen, and from that
+    with one more unit at each of 16 depths. Then single units are replaced by others for as long as that is better.
     """
-    if not 0 <= alike < 1:
-        raise ValueError(f"spread(alike={alike}): from 0, where units have nothing in common, to less than 1.")
+    if not 0 <= discount < 1:
+        raise ValueError(f"coverage(discount={discount}): from 0, where values add up, to less than 1.")
+    if not 0 <= power <= 1:
+        raise ValueError(
+            f"coverage(power={power}): from 0, where all units count the same, to 1, where values are as they are."
+        )
 
     def solve(problem: Problem) -> Mask:
         everything = everything_fits(problem)
-        return _Spread(problem, alike).best() if everything is None else everything
+        if everything is not None:
+            return everything
+        roots = np.where(problem.values > 0, np.abs(problem.values) ** power, 0.0)
+        return _Search(replace(problem, values=roots), discount).best()
 
     return solve
 
 
-class _Spread:
+class _Search:
     """One problem, and what each choice of it is worth."""
 
-    def __init__(self, problem: Problem, alike: float) -> None:
+    def __init__(self, problem: Problem, discount: float) -> None:
         self.problem = problem
         self.free = problem.free
-        values, place = np.where(problem.values > 0, problem.values, 0.0), np.arange(len(problem.names))
-        self.worth = np.minimum(values[:, None], values) * float(alike) ** np.abs(place[:, None] - place)  # (of, if chosen)
+        values, place = problem.values, np.arange(len(problem.names))
+        distance = np.abs(place[:, None] - place)
+        self.worth = np.minimum(values[:, None], values) * float(discount) ** distance  # (of, if chosen)
         limited = np.isfinite(problem.limits)
         kinds = np.array(problem.resource or [str(row) for row in range(len(problem.limits))])[limited]
         self.kinds = [kinds == kind for kind in dict.fromkeys(kinds.tolist())]  # the rows of each resource
@@ -57,7 +68,7 @@ class _Spread:
             few = fitting(self.problem, self.free)
             return few[int(np.argmax(self.values(few)))]
         deep = self.free[np.linspace(0, len(self.free) - 1, min(_STARTS, len(self.free))).round().astype(int)]
-        starts = np.stack([self.problem.always, *(_turned(self.problem.always, unit) for unit in deep)])
+        starts = np.stack([self.problem.always, *(_flipped(self.problem.always, unit) for unit in deep)])
         found = [self.grown(start) for k, start in enumerate(starts) if k == 0 or self.problem.fits(start)]
         return self.polished(self.best_of(found))
 
@@ -94,7 +105,7 @@ class _Spread:
     def polished(self, chosen: Mask) -> Mask:
         """The same, or better: without one of its units, and with others in its place."""
         while True:
-            others = [self.grown(_turned(chosen, unit)) for unit in self.free[chosen[self.free]]]
+            others = [self.grown(_flipped(chosen, unit)) for unit in self.free[chosen[self.free]]]
             best = self.best_of([chosen, *others])
             now, then = self.values(np.stack([chosen, best]))
             if not then > now * (1 + SLACK):
@@ -102,7 +113,7 @@ class _Spread:
             chosen = best
 
 
-def _turned(mask: Mask, unit: int) -> Mask:
+def _flipped(mask: Mask, unit: int) -> Mask:
     """The same choice with one unit more, or less."""
     out = mask.copy()
     out[unit] = not out[unit]
