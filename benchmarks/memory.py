@@ -52,7 +52,6 @@ from training import clock
 
 from pliant import Budget, BudgetError, Part, Policy, Session, measure, recipes, score, solve, units
 from pliant.engine.lean.lean import Lean
-from pliant.engine.lean.places import Places
 from pliant.engine.slices.slices import Slices
 from pliant.graph.backward import Graph, read, trainable
 from pliant.runtime.batchnorm import NormRule, Norms
@@ -139,10 +138,8 @@ def checkpointed(model: nn.Module, chosen: Collection[str], norm: NormRule) -> F
 def lean(model: nn.Module, chosen: Collection[str], norm: NormRule) -> Forward:
     forward = plain(model, chosen, norm)
 
-    places = Places(model)
-
     def under_lean(batch: Any) -> torch.Tensor:
-        with Lean(None, places):
+        with Lean():
             return forward(batch)
 
     return under_lean

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from pliant.core.types import Cost
 from pliant.cost.profile import AGAIN, CACHED, KEPT, Charge, Profile
 from pliant.graph.backward import BIAS, Graph, Node
-from pliant.graph.forward_trace import CARRIERS, MASKS, Saves
+from pliant.graph.forward_trace import CARRIERS
+from pliant.graph.saved_tensors import MASKS, Saves
 
 PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
 _ATTENTION = 2.5  # backward of fused attention: dQ, dK, dV, dP and the scores once more, against two products forward

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from pliant.cost.from_graph import Sizes, Times
 from pliant.graph.backward import Graph, compute_loss, walk, wiring
-from pliant.graph.forward_trace import op_name
+from pliant.graph.saved_tensors import op_name
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import Norms, in_eights
 from pliant.runtime.clock import LaunchWatch, Watch

@@ -23,7 +23,6 @@ from pliant.engine.derived_weights import Made
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
 from pliant.engine.lean.frozen_batchnorm import scales, watch_norms
 from pliant.engine.lean.lean import Lean
-from pliant.engine.lean.places import Places
 from pliant.engine.modes import Race, Way, allowed
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
@@ -66,7 +65,6 @@ class Engine:
         self.race = Race(self._allowed(Budget()))
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_norms(model)
-        self._places = Places(model)
         self._graphs: Graphs | None = None
         self._choice: Hashable = None
         self._told: dict[str, str] = {}
@@ -375,8 +373,6 @@ class Engine:
 
     def forward(self) -> AbstractContextManager[Any]:
         """What a forward pass runs inside of; tell `after` of it when it is done."""
-        if self.way == Way(lean=True) and self.slices is None:  # a captured step pays for no Python
-            return ENGINES["lean"](None, self._places, self._choice)
         return self._inside()
 
     def _inside(self) -> AbstractContextManager[Any]:

@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from pliant.runtime.batches import Loss
+from pliant.runtime.torch_internals import GLOBAL_HOOKS
 
 _NUMBERS = (int, float, str, bytes, type(None))
-_HOOKS_OF_ALL = (
-    modules._global_forward_hooks,
-    modules._global_forward_pre_hooks,
-    modules._global_backward_hooks,
-    modules._global_backward_pre_hooks,
-    _global_optimizer_pre_hooks,
-    _global_optimizer_post_hooks,
-)
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -59,7 +50,7 @@ class Baked:
         for name, ours in self._own_hooks.items():
             if len(getattr(self._optimizer, name)) > ours:
                 raise Refused("the optimizer has step hooks")
-        if any(_HOOKS_OF_ALL):
+        if any(GLOBAL_HOOKS):
             raise Refused("there are hooks on all modules or optimizers")
         if any(self._hooks):
             hooked = next(module for module in self._modules if any(getattr(module, name) for name in _MODULE_HOOKS))

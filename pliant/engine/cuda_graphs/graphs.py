@@ -19,6 +19,7 @@ from pliant.engine.cuda_graphs.optimizer_scalars import Twins
 from pliant.engine.derived_weights import AllMade, Made
 from pliant.runtime.batches import Loss, map_tensors, tensors
 from pliant.runtime.clock import undisturbed
+from pliant.runtime.torch_internals import clear_cublas_workspaces
 
 Work = Callable[[Any], torch.Tensor]  # a batch → its loss, detached; backward and, where due, the optimizer's step are done
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
@@ -47,7 +48,7 @@ class OnCuda:
         self._stream.wait_stream(current)
         torch.cuda.synchronize(self._device)
         # What cuBLAS once took for a stream it keeps: memory of others that would be baked in, or ours, which it would hold.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         with torch.cuda.stream(self._stream), undisturbed():  # an old graph that is freed meanwhile breaks a capture
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # loaders may pin memory meanwhile
             try:
@@ -60,7 +61,7 @@ class OnCuda:
                 numbers.graphsafe_set_state(drawn)  # else it takes itself to be in the capture still
                 raise
             finally:
-                torch._C._cuda_clearCublasWorkspaces()
+                clear_cublas_workspaces()
         current.wait_stream(self._stream)
         self._multiply()
         return graph.replay, value

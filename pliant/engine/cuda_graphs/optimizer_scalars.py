@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from pliant.runtime.torch_internals import add_to_each_
+
 
 class Twins:
     """The learning rates and counts of one optimizer where kernels read them.
@@ -70,7 +72,7 @@ class Twins:
     def count(self) -> None:
         """The kernels took a step and counted it; so does the user's side."""
         if self._counts:
-            torch._foreach_add_([users for users, _ in self._counts], 1)
+            add_to_each_([users for users, _ in self._counts], 1)
 
 
 def _rate(group: dict[str, Any], device: torch.device) -> torch.Tensor:

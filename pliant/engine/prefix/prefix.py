@@ -25,9 +25,10 @@ from pliant.engine.derived_weights import Made
 from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix_plan import NEW, Plan, Weights
-from pliant.engine.prefix.record import Recorder, random_state, set_random_state, unwatched
+from pliant.engine.prefix.record import Recorder, random_state, set_random_state
 from pliant.engine.prefix.replay import KEPT, LEAKS, Hit, Miss, Strayed, autocast
 from pliant.runtime import batches
+from pliant.runtime.torch_internals import without_function_modes
 
 _PROGRAMS = 8  # kept at a time
 _STRAYED = 3  # so often a pass may leave its program before we stop recording them, and once more in twenty that do not
@@ -75,7 +76,7 @@ class Prefix:
 
     def made(self, batch: Any, ids: Any = None, choice: Hashable = None) -> list[Made]:
         """What was made of weights for the program of this batch, fit for use."""
-        with unwatched():
+        with without_function_modes():
             kept = self.features is not None and ids is not None
             plan = self._programs.get(self._key(list(batches.tensors(batch)), kept, choice)[0])
             made = list(plan.weights.values()) if plan is not None else []
@@ -101,7 +102,7 @@ class Prefix:
         if self._strayed >= _STRAYED + self._followed // 20:
             self.reasons["prefix"] = "the program changes from step to step"
             return forward()
-        with unwatched():
+        with without_function_modes():
             tensors = list(batches.tensors(batch))
             kept = self.features is not None and ids is not None
             samples = len(ids) if kept and ids is not None else None
@@ -116,13 +117,13 @@ class Prefix:
             return forward()
         rows = found.rows if found is not None else None
         if is_cached and found is None and self.features is not None:
-            with unwatched():
+            with without_function_modes():
                 rows = self._look_up(self.features, plan, tensors, ids)
         return self._follow(key, plan, forward, tensors, ids if is_cached else None, rows, rests)
 
     def find(self, batch: Any, ids: Any, choice: Hashable = None) -> Found | None:
         """What the cache holds for a batch, without running anything; None where its program is not known or not kept."""
-        with unwatched():
+        with without_function_modes():
             tensors = list(batches.tensors(batch))
             key, _ = self._key(tensors, True, choice)
             plan = self._programs.get(key)
@@ -140,7 +141,7 @@ class Prefix:
 
     def knows(self, batch: Any, ids: Any = None, choice: Hashable = None) -> bool:
         """Whether `run` would follow a program, and not record one."""
-        with unwatched():
+        with without_function_modes():
             kept = self.features is not None and ids is not None
             return self._key(list(batches.tensors(batch)), kept, choice)[0] in self._programs
 
@@ -158,13 +159,13 @@ class Prefix:
         samples: int | None,
         is_hooked: bool,
     ) -> torch.Tensor:
-        with unwatched():
+        with without_function_modes():
             recorder = Recorder(batch, samples)
         if is_hooked:
             recorder.uncacheable = recorder.uncacheable or "modules have forward hooks"
         with recorder:
             out = forward()
-        with unwatched():
+        with without_function_modes():
             plan = Plan(recorder.program(), self.model, self._names, self.dtype)
             for kind in {tensor.device.type for tensor in batch} if plan.folds or plan.resting else ():
                 norm_kernels(kind)
@@ -205,7 +206,7 @@ class Prefix:
                     out = forward()
                 failed = False
             finally:
-                with unwatched():
+                with without_function_modes():
                     mode.close(failed)
             if mode.leaks():
                 gc.collect()
@@ -219,7 +220,7 @@ class Prefix:
         if mode.strayed is None:
             self._followed += 1
             if isinstance(mode, Miss) and ids is not None and self.features is not None:
-                with unwatched():
+                with without_function_modes():
                     if mode.is_whole():
                         self.features.put(ids, tuple(mode.handed_on[number][0].detach() for number in plan.frontier))
         elif mode.strayed == LEAKS:

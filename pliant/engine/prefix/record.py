@@ -20,6 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pliant.runtime.torch_internals import without_function_modes
+
 # fmt: off
 # What may be asked of a tensor without looking at its values. The second kind also tells how it lies in memory.
 FORM = frozenset((
@@ -37,8 +39,6 @@ _COUNTS = frozenset((
 # fmt: on
 _PLAIN = (Number, str, bytes, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _HERE = "a tensor"  # stands where one was
-
-unwatched = torch._C.DisableTorchFunction  # inside of it no function mode is called
 
 
 @dataclass(eq=False)
@@ -223,7 +223,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with unwatched():
+        with without_function_modes():
             given, plain = split(args, kwargs)
             reads = tuple([self._number(tensor) for tensor in given])
             before = [version(tensor) for tensor in given]
@@ -232,7 +232,7 @@ class Recorder(TorchFunctionMode):
             # A norm in training mode changes its statistics without saying so.
             statistics = [tensor.clone() if "norm" in name_of(func) else None for tensor in given[1:]] if checks else []
         out = func(*args, **kwargs)
-        with unwatched():
+        with without_function_modes():
             call = Call(func, "outside", reads, plain)
             changed = [i for i, tensor in enumerate(given) if version(tensor) != before[i]]
             for i, was in enumerate(statistics, 1):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from pliant.engine.lean.frozen_batchnorm import in_one_kernel, norm_kernels
-from pliant.engine.lean.packed_tensors import hooks_reader
 from pliant.engine.prefix.prefix_plan import ANY_LAYOUT, HALF, Plan, Weights
-from pliant.engine.prefix.record import FORM, LAYOUT, Call, Value, name_of, split, unwatched, version
+from pliant.engine.prefix.record import FORM, LAYOUT, Call, Value, name_of, split, version
 from pliant.engine.slices.sliced_gradients import nothing
+from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
 
 LEAKS = "values of the part live on after the forward pass"
 KEPT = "what lies between a convolution and its norm lives on after the forward pass"
@@ -59,8 +59,7 @@ class _Mode(TorchFunctionMode):
         self._at = 0
         self._checks, self._weights = checks, weights
         self._rests = rests and bool(plan.resting)
-        self._top = hooks_reader()
-        self._around = self._top(False)  # inside of others, such as a checkpoint's, what is kept is theirs
+        self._outer_hooks = saved_tensor_hooks()  # inside of others, such as a checkpoint's, those decide what is saved
         self._clipped: tuple[int, torch.Tensor] | None = None  # where a clipping is due, and what is clipped already
         self._known: dict[int, tuple[ref[torch.Tensor], int]] = {}  # tensors by id
         number = 0
@@ -83,7 +82,7 @@ class _Mode(TorchFunctionMode):
             return self.outside(at, func, args, kwargs)
         if call is None or is_other:
             expected = "the end" if call is None else name_of(call.func)
-            with unwatched():
+            with without_function_modes():
                 self.stray(f"the program changed: {name_of(func)} came instead of {expected}")
             return func(*args, **kwargs)
         self._at += 1
@@ -95,10 +94,10 @@ class _Mode(TorchFunctionMode):
     def outside(self, at: int, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that is not of the part."""
         if self._clipped is not None:
-            with unwatched():
+            with without_function_modes():
                 return self._take_clipped(at, func, args, kwargs)
         if self._rests and at in self.plan.resting:
-            with unwatched():
+            with without_function_modes():
                 out = self._rested(at, args, kwargs)
             if out is not None:
                 return out
@@ -119,7 +118,7 @@ class _Mode(TorchFunctionMode):
         """A norm at rest that gradients go through, and the clipping after it."""
         plan, (tensors, plain) = self.plan, split(args, kwargs)
         input, kernels = tensors[0], norm_kernels(tensors[0].device.type)
-        is_ours = input.requires_grad and torch.is_grad_enabled() and self._top(False) == self._around
+        is_ours = input.requires_grad and torch.is_grad_enabled() and saved_tensor_hooks() == self._outer_hooks
         if kernels is None or not is_ours or plain != plan.calls[at].plain or not kernels.serves(input):
             return None
         norm = _norm_settings(*args, **kwargs)
@@ -190,7 +189,7 @@ class Hit(_Mode):
         super().close(failed)
 
     def call(self, at: int, call: Call, args: Any, kwargs: Any) -> Any:
-        with unwatched():
+        with without_function_modes():
             given, plain = split(args, kwargs)
             if not self.is_as_recorded(call, given, plain):
                 self.stray(f"the program changed: {name_of(call.func)} takes something else")
@@ -205,7 +204,7 @@ class Hit(_Mode):
                 self.note(call, given, out)
                 return out
         out = self.outside(at, call.func, args, kwargs)
-        with unwatched():
+        with without_function_modes():
             self.note(call, given, out)
         return out
 
@@ -255,7 +254,7 @@ class Miss(_Mode):
 
     def call(self, at: int, call: Call, args: Any, kwargs: Any) -> Any:
         func, checks = call.func, self._checks
-        with unwatched():
+        with without_function_modes():
             given: list[torch.Tensor] = []
             if checks:
                 given, plain = split(args, kwargs)
@@ -276,7 +275,7 @@ class Miss(_Mode):
                 self._hand_on(call, given)
         out = self.outside(at, func, args, kwargs)
         if checks and self.strayed is None:
-            with unwatched():
+            with without_function_modes():
                 self.note(call, given, out)
         return out
 

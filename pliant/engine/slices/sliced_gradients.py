@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from pliant.engine.kernels.arm import depthwise
+from pliant.runtime.torch_internals import is_any_autocast_enabled
 
 
 class Index:
@@ -273,12 +274,9 @@ def _can_be_cast(tensor: torch.Tensor) -> bool:
 
 def _autocast_type(device: str) -> torch.dtype | None:
     """What autocast casts to on such a device, if it is on."""
-    if not _is_any_autocast_enabled() or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not is_any_autocast_enabled() or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
-
-
-_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # whatever the device: told at once
 
 
 @lru_cache(maxsize=1024)

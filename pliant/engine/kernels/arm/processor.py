@@ -8,7 +8,8 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+
+from pliant.runtime.torch_internals import is_transformed, would_run
 
 SLOW_HERE = platform.machine() in ("aarch64", "arm64")
 
@@ -25,8 +26,7 @@ def is_slow(input: Any, weight: Any) -> bool:
 
 def is_differentiated() -> bool:
     """Whether gradients are recorded as functions of ours know how: in float32, backward, and not inside of `torch.func`."""
-    plainly = forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
-    return plainly and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    return not is_transformed() and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
 def exactly() -> AbstractContextManager[Any]:
@@ -39,7 +39,7 @@ def is_asked(ctx: Any, which: int) -> bool:
     if not ctx.needs_input_grad[which]:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[which][0]))  # type: ignore[attr-defined]
+        return would_run(ctx.next_functions[which][0])
     except (AttributeError, RuntimeError):  # an older PyTorch; or a leaf in `autograd.grad`, for which it does not say
         return True
 

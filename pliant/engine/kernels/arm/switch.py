@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from pliant.engine.kernels.arm import depthwise, pointwise
 from pliant.engine.kernels.arm import processor as arm
-from pliant.engine.lean.packed_tensors import hooks_reader
-from pliant.engine.prefix.record import unwatched
+from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
 
 
 def is_slow_here(model: nn.Module) -> bool:
@@ -34,8 +33,7 @@ class Swapped(TorchFunctionMode):
     """
 
     def __enter__(self) -> Swapped:
-        self._top = hooks_reader()
-        self._around = self._top(False)
+        self._outer_hooks = saved_tensor_hooks()
         super().__enter__()
         return self
 
@@ -46,8 +44,8 @@ class Swapped(TorchFunctionMode):
     def _ours(self, args: Any) -> Callable[..., torch.Tensor] | None:
         """What runs a convolution in place of PyTorch's. Not inside of a checkpoint, or of other hooks on what is kept: it may
         be computed again there, outside of this."""
-        with unwatched():
-            if self._top(False) != self._around:
+        with without_function_modes():
+            if saved_tensor_hooks() != self._outer_hooks:
                 return None
             if pointwise.serves(*args):
                 return pointwise.convolve
