@@ -195,7 +195,7 @@ class Run:
             self.slices.zero_grad()
 
     def update(self) -> None:
-        with self.slices.standing_in(self.optimizer) if self.slices is not None else nullcontext():
+        with self.slices.swapped_in(self.optimizer) if self.slices is not None else nullcontext():
             self.optimizer.step()
 
     def measured(self) -> dict[str, Any]:

@@ -882,12 +882,12 @@ def _shifted(flat: torch.Tensor) -> torch.Tensor:
 @laws(20)
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_every_device_packs_in_the_same_order(mask: list[bool]) -> None:
-    places = bits._places(torch.device("cpu"))
+    bit_values = bits._bit_values(torch.device("cpu"))
     short = [*mask, *[False] * (-len(mask) % 8)]
-    by_hand = (torch.tensor(short).view(-1, 8) * places).sum(dim=1, dtype=torch.uint8)
+    by_hand = (torch.tensor(short).view(-1, 8) * bit_values).sum(dim=1, dtype=torch.uint8)
     packed = bits.pack(torch.tensor(mask))
     assert packed.tolist() == by_hand.tolist()
-    assert (packed[:, None] & places).ne(0).view(-1)[: len(mask)].tolist() == mask
+    assert (packed[:, None] & bit_values).ne(0).view(-1)[: len(mask)].tolist() == mask
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ from torch import nn
 from pliant.core.budget import Budget
 from pliant.core.types import Part
 from pliant.engine.cuda_graphs.graphs import Graphs, Work
-from pliant.engine.derived_weights import Made
+from pliant.engine.derived_weights import Derived
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
-from pliant.engine.lean.frozen_batchnorm import scales, watch_norms
+from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.lean.lean import Lean
 from pliant.engine.modes import Race, Way, allowed
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
-from pliant.engine.prefix.prefix import Found, Prefix
+from pliant.engine.prefix.prefix import CachedRows, Prefix
 from pliant.engine.slices.slices import Sliced, Slices, check_elementwise
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
@@ -64,7 +64,7 @@ class Engine:
         self._held: Hashable = None  # the choice and the way of the captured steps that are held
         self.race = Race(self._allowed(Budget()))
         self._prefix = Prefix(model, features, prefix_dtype)
-        self._norms = watch_norms(model)
+        self._norms = watch_batch_norms(model)
         self._graphs: Graphs | None = None
         self._choice: Hashable = None
         self._told: dict[str, str] = {}
@@ -293,7 +293,7 @@ class Engine:
         batch: Any,
         work: Work,
         part: tuple[bool, bool],
-        prepare: Callable[[], Sequence[Made]],
+        prepare: Callable[[], Sequence[Derived]],
         needed: Hashable = None,
     ) -> torch.Tensor:
         choice = self._choice, str(self.way), part, needed
@@ -302,15 +302,15 @@ class Engine:
             graphs.make_room()
         return graphs.step(batch, work, choice=choice, first=part[0], prepare=prepare, is_tight=self.is_tight)
 
-    def _prepare(self, batch: Any, ids: Any) -> list[Made]:
+    def _prepare(self, batch: Any, ids: Any) -> list[Derived]:
         """Do whatever is done once per choice, so that a capture does not hold it; gives what it will hold on to."""
-        made = scales(self._norms) if self.way.lean else []
+        made = frozen_scales(self._norms) if self.way.lean else []
         if self.way.prefix:
             if not self._prefix.knows(batch, ids, self._sliced):
                 with self._inside():
                     self._rehearse(batch, ids)
                     self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
-            made += self._prefix.made(batch, ids, self._sliced)
+            made += self._prefix.derived(batch, ids, self._sliced)
         if self.is_tight and self._cuda:
             torch.cuda.empty_cache()  # a capture takes its memory from elsewhere than eager steps do
         return made
@@ -333,11 +333,11 @@ class Engine:
             rows, own, _ = given
             ones, places = iter(own), count()
             there = map_tensors(batch, lambda tensor: next(ones) if next(places) in needed else tensor)
-            return finish(self._loss_of(there, ids, Found(rows, needed)))
+            return finish(self._loss_of(there, ids, CachedRows(rows, needed)))
 
         return self._captured(graphs, (found.rows, own, bare), work, part, partial(self._prepare, batch, ids), needed)
 
-    def _loss_of(self, batch: Any, ids: Any, found: Found | None = None) -> torch.Tensor:
+    def _loss_of(self, batch: Any, ids: Any, found: CachedRows | None = None) -> torch.Tensor:
         with self.forward() as inside:
             value = self._forward(batch, ids, found)
         self.after(inside)
@@ -349,7 +349,7 @@ class Engine:
         with torch.enable_grad(), self._inside():  # what needs a gradient tells where the cached part ends
             return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
 
-    def _forward(self, batch: Any, ids: Any, found: Found | None) -> torch.Tensor:
+    def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
         def forward() -> torch.Tensor:
             return compute_loss(self._model, self._loss, batch)
 
@@ -363,7 +363,9 @@ class Engine:
         """One pass that leaves no trace, so that the program is known and every step of a choice runs the same way."""
         spare = map_tensors(batch, torch.clone)
         with sandbox(self._model):
-            self._prefix.run(lambda: compute_loss(self._model, self._loss, spare), spare, ids, self._sliced, rests=self._rests)
+            self._prefix.run(
+                lambda: compute_loss(self._model, self._loss, spare), spare, ids, self._sliced, fuse_norms=self._rests
+            )
 
     @property
     def _rests(self) -> bool:
@@ -391,7 +393,7 @@ class Engine:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """Clipping and the optimizer's step go inside of this."""
-        return self.slices.standing_in(optimizer) if self.slices is not None else nullcontext()
+        return self.slices.swapped_in(optimizer) if self.slices is not None else nullcontext()
 
     # ------------------------------------------------------------ a step of the caller's
 

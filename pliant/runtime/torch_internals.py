@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _checkpoint_hook as CheckpointHooks
 
 __all__ = [
+    "GLOBAL_FORWARD_HOOKS",
     "GLOBAL_HOOKS",
     "BatchNormBase",
     "CheckpointHooks",
@@ -49,9 +50,9 @@ without_function_modes = torch._C.DisableTorchFunction
 is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 # The hooks that are called for every module and every optimizer.
+GLOBAL_FORWARD_HOOKS = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
 GLOBAL_HOOKS = (
-    _modules._global_forward_hooks,
-    _modules._global_forward_pre_hooks,
+    *GLOBAL_FORWARD_HOOKS,
     _modules._global_backward_hooks,
     _modules._global_backward_pre_hooks,
     _optimizers._global_optimizer_pre_hooks,

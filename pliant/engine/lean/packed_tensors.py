@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from pliant.engine.lean import bits
-from pliant.engine.slices.sliced_gradients import nothing
+from pliant.engine.slices.sliced_gradients import placeholder
 from pliant.graph.saved_tensors import MIN_MASK_ELEMENTS
 from pliant.runtime.torch_internals import SavedTensorHooks
 
@@ -79,7 +79,7 @@ def shape(tensor: torch.Tensor) -> Packed:
     size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if len(stride) in (4, 5) and stride[1] <= stride[-1]:  # channels last: kernels follow the layout of their input
         return _with_layout, None, size, stride, dtype, device
-    return _with_shape, None, nothing(size, dtype, device)
+    return _with_shape, None, placeholder(size, dtype, device)
 
 
 def _with_shape(_: None, empty: torch.Tensor) -> torch.Tensor:
