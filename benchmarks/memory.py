@@ -52,7 +52,6 @@ from training import clock
 
 from pliant import Budget, BudgetError, Part, Policy, Session, measure, recipes, score, solve, units
 from pliant.engine.lean.lean import Lean
-from pliant.engine.lean.places import Places
 from pliant.engine.slices.slices import Slices
 from pliant.graph.backward import Graph, read, trainable
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
@@ -139,10 +138,8 @@ def checkpointed(model: nn.Module, chosen: Collection[str], norm: NormRule) -> F
 def lean(model: nn.Module, chosen: Collection[str], norm: NormRule) -> Forward:
     forward = plain(model, chosen, norm)
 
-    places = Places(model)
-
     def under_lean(batch: Any) -> torch.Tensor:
-        with Lean(None, places):
+        with Lean():
             return forward(batch)
 
     return under_lean
@@ -198,7 +195,7 @@ class Run:
             self.slices.zero_grad()
 
     def update(self) -> None:
-        with self.slices.standing_in(self.optimizer) if self.slices is not None else nullcontext():
+        with self.slices.swapped_in(self.optimizer) if self.slices is not None else nullcontext():
             self.optimizer.step()
 
     def measured(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def run(layer: nn.Module, inputs: torch.Tensor, slices: Slices | None) -> tuple[
         optimizer.step()
         layer.zero_grad()
     else:
-        with slices.standing_in(optimizer):
+        with slices.swapped_in(optimizer):
             optimizer.step()
         slices.zero_grad()
     return seconds, optimizer

@@ -20,7 +20,7 @@ from pliant import Mode, Part, Profile, Unit, measure
 from pliant.cost.from_graph import _suffix_maxima, profile, split
 from pliant.cost.measurements import Sizes, Times
 from pliant.cost.profile import SPARED_BY_INFERENCE, ChargeKind
-from pliant.graph.backward import Again, Graph, Node
+from pliant.graph.backward import Graph, Node, Recomputed
 
 
 def whole(*names: str) -> list[Unit]:
@@ -160,7 +160,7 @@ def test_a_branch_takes_memory_only_for_what_lies_on_it(names: str, lives: list[
 CHECKPOINT = replace(
     GRAPH,
     nodes=(GRAPH.nodes[0], replace(GRAPH.nodes[1], saves=()), replace(GRAPH.nodes[2], saves=())),
-    again=(Again({1: ((1, 20, 1),), 2: ((-1, 0, 1),)}, inference=(20,), gone={1: 1}),),
+    again=(Recomputed({1: ((1, 20, 1),), 2: ((-1, 0, 1),)}, inference=(20,), gone={1: 1}),),
 )
 MEASURED = replace(SIZES, inputs=[7, 46, 0], everything=[7, 46, 20])
 

@@ -26,9 +26,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from pliant.engine.lean import bits, lean
-from pliant.engine.lean import frozen_batchnorm as rest
-from pliant.engine.lean import packed_tensors as kept
+from pliant.engine.lean import bits, frozen_batchnorm, lean_pass, packed_tensors
 from pliant.engine.lean.lean import Lean
 from pliant.runtime.memory import LiveBytes
 
@@ -276,9 +274,17 @@ def test_law_8_an_operation_gives_the_gradients_of_plain_autograd(name: str, dat
 
     with mixed:
         plain = result(op.call, tensors, wants, nullcontext(), odd)
-        piece, small = data.draw(st.sampled_from([8, 64, bits._PIECE])), data.draw(st.sampled_from([1, kept.SMALL]))
-        norm = patch.object(rest, "_SMALL_NORM", data.draw(st.sampled_from([0, rest._SMALL_NORM])))
-        with patch.object(bits, "_PIECE", piece), patch.object(kept, "SMALL", small), norm, patch.object(lean, "SMALL", small):
+        piece, small = (
+            data.draw(st.sampled_from([8, 64, bits._PIECE])),
+            data.draw(st.sampled_from([1, packed_tensors.MIN_MASK_ELEMENTS])),
+        )
+        norm = patch.object(frozen_batchnorm, "_SMALL_NORM", data.draw(st.sampled_from([0, frozen_batchnorm._SMALL_NORM])))
+        with (
+            patch.object(bits, "_PIECE", piece),
+            patch.object(packed_tensors, "MIN_MASK_ELEMENTS", small),
+            norm,
+            patch.object(lean_pass, "MIN_MASK_ELEMENTS", small),
+        ):
             ours = result(op.call, tensors, wants, Lean(), odd)
     if op.exact or "weight" in wants:
         assert differences(ours, plain) == []
@@ -685,7 +691,7 @@ def test_to_differentiate_twice_is_an_error_or_right(name: str) -> None:
 
 def test_a_large_norm_at_rest_is_not_differentiated_twice() -> None:
     x = torch.randn(2, 2, 16, 16, requires_grad=True)
-    with patch.object(rest, "_SMALL_NORM", 0), Lean():
+    with patch.object(frozen_batchnorm, "_SMALL_NORM", 0), Lean():
         y = TWICE["norm at rest"](x).pow(2).sum()
     (grad,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
@@ -876,12 +882,12 @@ def _shifted(flat: torch.Tensor) -> torch.Tensor:
 @laws(20)
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_every_device_packs_in_the_same_order(mask: list[bool]) -> None:
-    places = bits._places(torch.device("cpu"))
+    bit_values = bits._bit_values(torch.device("cpu"))
     short = [*mask, *[False] * (-len(mask) % 8)]
-    by_hand = (torch.tensor(short).view(-1, 8) * places).sum(dim=1, dtype=torch.uint8)
+    by_hand = (torch.tensor(short).view(-1, 8) * bit_values).sum(dim=1, dtype=torch.uint8)
     packed = bits.pack(torch.tensor(mask))
     assert packed.tolist() == by_hand.tolist()
-    assert (packed[:, None] & places).ne(0).view(-1)[: len(mask)].tolist() == mask
+    assert (packed[:, None] & bit_values).ne(0).view(-1)[: len(mask)].tolist() == mask
 
 
 @pytest.mark.parametrize(
@@ -913,5 +919,5 @@ def test_what_was_clipped_may_be_changed(clip: Callable[[torch.Tensor], torch.Te
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_no_gradient_passes_where_a_bound_was_reached(dtype: torch.dtype) -> None:
     clipped = torch.tensor([0.0, 1.0, 5.5, 6.0, math.nan], dtype=dtype)
-    out = kept.below(clipped, clipped._version, 6.0)
+    out = packed_tensors.below(clipped, clipped._version, 6.0)
     assert out.nan_to_num(9.0).tolist() == [0.0, 1.0, 5.5, 0.0, 9.0]

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pliant.core.types import Part
-from pliant.engine.derived_weights import AllMade, Made
-from pliant.engine.lean.frozen_batchnorm import in_one_kernel
+from pliant.engine.derived_weights import AllDerived, Derived
+from pliant.engine.lean.frozen_batchnorm import fused_norm
 from pliant.engine.lean.lean import Lean
 from pliant.engine.prefix import replay as follow
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import Prefix
-from pliant.engine.prefix.prefix_plan import _folded, _laid_out, _places
+from pliant.engine.prefix.prefix_plan import _folded, _laid_out, _without_tensors
 from pliant.engine.slices.slices import Slices
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -487,11 +487,11 @@ REFUSED = [
     (Case("noise", Noise, ("three", "head")), "draws random numbers"),
     (Case("coin", Coin, ("three", "head")), "random numbers in Python"),
     (Case("others", AllTogether, ("three", "head")), "depend on the other samples"),
-    (Case("keeps", Keeps, ("three", "head")), "live on"),
+    (Case("keeps", Keeps, ("three", "head")), "still alive"),
     (Case("counts", Counts, ("three", "head")), "item reads a value"),
-    (Case("masked", Masked, ("three", "head")), "hangs on values"),
-    (Case("recomputed", Recomputed, ("three", "head")), "live on"),
-    (Case("into", Into, ("three", "head")), "not made in the part"),
+    (Case("masked", Masked, ("three", "head")), "depends on values"),
+    (Case("recomputed", Recomputed, ("three", "head")), "still alive"),
+    (Case("into", Into, ("three", "head")), "not made in the prefix"),
 ]
 
 
@@ -638,10 +638,10 @@ def test_what_is_folded_again_is_what_is_folded_anew(dtype: torch.dtype, last: b
     )
     tensors = [one for one in sources if isinstance(one, torch.Tensor)]
 
-    def fold() -> Made:
-        return Made(partial(_folded, _places(sources)), tensors, partial(_laid_out, dtype, last))
+    def fold() -> Derived:
+        return Derived(partial(_folded, _without_tensors(sources)), tensors, partial(_laid_out, dtype, last))
 
-    def where(made: Made) -> list[Any]:
+    def where(made: Derived) -> list[Any]:
         return [(one.data_ptr(), one.stride(), one.dtype) for one in made.tensors if one is not None]
 
     made = fold()
@@ -673,7 +673,7 @@ def test_what_is_made_of_weights_is_made_again_where_it_is() -> None:
     def make(weight: torch.Tensor, var: torch.Tensor, into: Any = None) -> tuple[torch.Tensor | None, ...]:
         return weight * (var + norm.eps).rsqrt().view(-1, 1, 1, 1), None
 
-    made = Made(make, [weight, norm.running_var])
+    made = Derived(make, [weight, norm.running_var])
     (first, _), at = made.tensors, made.tensors[0].data_ptr()
     before = first.clone()
     made.refresh()
@@ -686,7 +686,7 @@ def test_what_is_made_of_weights_is_made_again_where_it_is() -> None:
         made.refresh()
         assert made.is_current and made.tensors[0].data_ptr() == at
         torch.testing.assert_close(first, weight.detach() * (norm.running_var + norm.eps).rsqrt().view(-1, 1, 1, 1))
-    assert made.is_of([weight, norm.running_var]) and not made.is_of([nn.Parameter(weight.detach()), norm.running_var])
+    assert made.is_from([weight, norm.running_var]) and not made.is_from([nn.Parameter(weight.detach()), norm.running_var])
 
 
 def test_several_that_were_made_are_looked_at_at_once_and_made_again_where_one_has_changed() -> None:
@@ -696,8 +696,8 @@ def test_several_that_were_made_are_looked_at_at_once_and_made_again_where_one_h
         calls.append(weight)
         return (weight.detach() * other.detach(),)
 
-    made = [Made(make, [weight, weights[-1]]) for weight in weights[:-1]]
-    together = AllMade(made)
+    made = [Derived(make, [weight, weights[-1]]) for weight in weights[:-1]]
+    together = AllDerived(made)
     calls.clear()
     together.refresh()
     assert not calls
@@ -729,7 +729,7 @@ def test_forgets() -> None:
     for trainer in (plain, ours):
         trainer.model.stem[0].weight.data.mul_(2)  # unseen by versions
     ours.prefix.forget()
-    assert not len(features) and not ours.prefix.made(batch, ids)
+    assert not len(features) and not ours.prefix.derived(batch, ids)
     for _ in range(3):
         both(plain, ours, batch, ids)
 
@@ -776,7 +776,7 @@ def test_norms_are_not_folded_into_rounded_weights() -> None:
     prefix.run(forward, batch)
     assert torch.equal(prefix.run(forward, batch), plain)
     assert not prefix.reasons
-    sizes = {tensor.shape for made in prefix.made(batch) for tensor in made.tensors if tensor is not None}
+    sizes = {tensor.shape for made in prefix.derived(batch) for tensor in made.tensors if tensor is not None}
     assert torch.Size((16,)) not in sizes  # no bias of a folded norm
 
 
@@ -870,7 +870,7 @@ def test_norms_at_rest_between_what_is_chosen_run_in_one_kernel(
     ids = range(SAMPLES) if cached else None
     for step in range(4):
         kernels.clips.clear()
-        ours = grads_of(model, lambda: prefix.run(lambda: model(batch).square().mean(), batch, ids, rests=True))
+        ours = grads_of(model, lambda: prefix.run(lambda: model(batch).square().mean(), batch, ids, fuse_norms=True))
         if step:
             limits = {"ReLU6": (0.0, 6.0), "ReLU": (0.0, math.inf)}.get(type(model[2]).__name__)
             is_fused = getattr(model[2], "inplace", False) and limits is not None
@@ -894,7 +894,7 @@ def test_a_norm_at_rest_is_left_to_pytorch_where_nobody_asked(monkeypatch: pytes
     prefix = Prefix(model)
     for rests, expected in ((True, 0), (True, 3), (False, 0)):  # a norm that trains is not at rest
         kernels.clips.clear()
-        ours = grads_of(model, lambda rests=rests: prefix.run(lambda: model(batch).square().mean(), batch, rests=rests))
+        ours = grads_of(model, lambda rests=rests: prefix.run(lambda: model(batch).square().mean(), batch, fuse_norms=rests))
         assert len(kernels.clips) == expected
         for mine, its in zip(ours, grads_of(model, lambda: model(batch).square().mean()), strict=True):
             torch.testing.assert_close(mine, its)
@@ -925,7 +925,7 @@ class Behind(nn.Module):
 
 def same_behind(model: nn.Module, batch: torch.Tensor, prefix: Prefix, steps: int = 3) -> None:
     for _ in range(steps):
-        ours = grads_of(model, lambda: prefix.run(lambda: model(batch).square().mean(), batch, rests=True))
+        ours = grads_of(model, lambda: prefix.run(lambda: model(batch).square().mean(), batch, fuse_norms=True))
         for mine, its in zip(ours, grads_of(model, lambda: model(batch).square().mean()), strict=True):
             torch.testing.assert_close(mine, its)
 
@@ -993,7 +993,7 @@ def test_a_norm_that_moves_after_all_is_pytorchs(kernels: Emulated) -> None:
 def test_limits_that_a_type_does_not_have(again: bool) -> None:
     """0.7 is 0.69921875 in bfloat16: what is that before it is clipped has a gradient, what becomes that has none."""
     values = torch.tensor([-0.75, -0.69921875, -0.5, 0.0, 0.69921875, 0.703125]).bfloat16().view(1, 1, 2, 3).requires_grad_()
-    ours = in_one_kernel(Emulated(), values, torch.ones(1), torch.zeros(1), (-0.7, 0.7))
+    ours = fused_norm(Emulated(), values, torch.ones(1), torch.zeros(1), (-0.7, 0.7))
     plain = F.hardtanh(values, -0.7, 0.7)
     assert torch.equal(ours, plain)
     mine, its = (torch.autograd.grad(out.float().sum(), values, create_graph=again)[0] for out in (ours, plain))
@@ -1011,7 +1011,9 @@ def test_what_is_at_rest_may_be_differentiated_twice(clips: bool, kernels: Emula
         return value + grad.square().sum()
 
     for _ in range(3):
-        for mine, its in zip(grads_of(model, lambda: prefix.run(run, batch, rests=True)), grads_of(model, run), strict=True):
+        for mine, its in zip(
+            grads_of(model, lambda: prefix.run(run, batch, fuse_norms=True)), grads_of(model, run), strict=True
+        ):
             torch.testing.assert_close(mine, its)
     assert len(kernels.clips) > 3
 
@@ -1038,7 +1040,7 @@ def test_an_interrupt_where_a_clipping_is_due_is_not_lost(kernels: Emulated) -> 
     same_behind(model, batch, prefix)
     interrupts[0] = True
     with pytest.raises(KeyboardInterrupt):
-        prefix.run(lambda: model(batch).square().mean(), batch, rests=True)
+        prefix.run(lambda: model(batch).square().mean(), batch, fuse_norms=True)
     interrupts[0] = False
     same_behind(model, batch, prefix)
 
@@ -1060,7 +1062,7 @@ def test_what_comes_behind_the_part_may_change_though_a_clipping_is_due(monkeypa
     prefix = Prefix(layers)
     for skips in (set[int](), set[int](), {8}, {8}, {8, 11}, {6, 7, 8}, set[int](), set[int](), {14, 15}):
         skipped = skips
-        ours = grads_of(layers, lambda: prefix.run(forward, batch, rests=True))
+        ours = grads_of(layers, lambda: prefix.run(forward, batch, fuse_norms=True))
         for mine, its in zip(ours, grads_of(layers, forward), strict=True):
             torch.testing.assert_close(mine, its)
 
@@ -1178,7 +1180,7 @@ def test_on_cuda_norms_at_rest_between_what_is_chosen_are_one_kernel_there_and_o
     prefix, near = Prefix(model), {"rtol": 0.1, "atol": 0.02} if half else {"rtol": 1e-3, "atol": 1e-4}
     plain = grads_of(model, forward)
     for step in range(3):
-        ours = grads_of(model, lambda: prefix.run(forward, batch, rests=True))
+        ours = grads_of(model, lambda: prefix.run(forward, batch, fuse_norms=True))
         assert len(calls) == 4 * step
         for mine, its in zip(ours, plain, strict=True):
             torch.testing.assert_close(mine, its, **near)

@@ -294,7 +294,7 @@ def test_a_quarter_has_a_quarter_of_gradient_and_state(dim: int) -> None:
     assert slices.leaves()["weight"].untyped_storage().nbytes() == 4
     with Sliced(slices):
         layer(torch.randn(2, 64, 5, 5)).sum().backward()
-    with slices.standing_in(optimizer):
+    with slices.swapped_in(optimizer):
         optimizer.step()
     state = slices.state_dict()["weight"]["state"]
     held = [*slices.grads().values(), *(value for value in state.values() if isinstance(value, torch.Tensor))]
@@ -354,7 +354,7 @@ def step(model: nn.Module, slices: Slices, optimizer: optim.Optimizer, batch: tu
     with Sliced(slices):
         loss = F.cross_entropy(model(batch[0]), batch[1])
     loss.backward()
-    with slices.standing_in(optimizer):
+    with slices.swapped_in(optimizer):
         optimizer.step()
 
 
@@ -425,7 +425,7 @@ def test_a_run_of_outputs_steps_in_the_memory_of_the_whole() -> None:
     with Sliced(slices):
         model(batches(1)[0][0]).sum().backward()
     version = model[0].weight._version
-    with slices.standing_in(optimizer):
+    with slices.swapped_in(optimizer):
         inside = optimizer.param_groups[0]["params"][0]
         assert inside.untyped_storage().data_ptr() == model[0].weight.untyped_storage().data_ptr()
         assert inside.is_leaf and inside.requires_grad and inside.grad is slices.grads()["0.weight"]
@@ -440,7 +440,7 @@ def test_a_step_that_raises_leaves_groups_and_state_as_they_were() -> None:
     step(model, slices, optimizer, batches(1)[0])
     groups = [id(param) for group in optimizer.param_groups for param in group["params"]]
     values, state = copy.deepcopy(model.state_dict()), copy.deepcopy(slices.state_dict())
-    with pytest.raises(ZeroDivisionError), slices.standing_in(optimizer):
+    with pytest.raises(ZeroDivisionError), slices.swapped_in(optimizer):
         raise ZeroDivisionError
     assert [id(param) for group in optimizer.param_groups for param in group["params"]] == groups
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
@@ -452,7 +452,7 @@ def test_a_slice_without_a_gradient_does_not_move() -> None:
     model = small_net()
     optimizer = optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     slices, start = Slices(dict(model.named_parameters()), PARTS[:6]), copy.deepcopy(model.state_dict())
-    with slices.standing_in(optimizer):
+    with slices.swapped_in(optimizer):
         optimizer.step()
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
 
@@ -463,7 +463,7 @@ def test_clipping_sees_the_slices() -> None:
     slices = Slices(dict(model.named_parameters()), PARTS[:6])
     with Sliced(slices):
         F.cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
-    with slices.standing_in(optimizer):
+    with slices.swapped_in(optimizer):
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         assert len(params) == 7
         nn.utils.clip_grad_norm_(params, 1e-3)
@@ -480,7 +480,7 @@ def test_other_optimizers_are_refused(kind: Any) -> None:
     model = small_net()
     slices = Slices(dict(model.named_parameters()), PARTS[:2])
     message = rf"{kind.__name__} cannot train slices .* Use one of SGD, Adam, .*units\.layers\(\)"
-    with pytest.raises(ValueError, match=message), slices.standing_in(kind(model.parameters())):
+    with pytest.raises(ValueError, match=message), slices.swapped_in(kind(model.parameters())):
         pass
 
 

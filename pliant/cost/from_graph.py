@@ -15,7 +15,7 @@ from pliant.cost.charge import Charge, ChargeKind
 from pliant.cost.measurements import Array, Sizes, Times
 from pliant.cost.profile import Profile
 from pliant.graph.backward import BIAS, Graph, Node
-from pliant.graph.forward_trace import MASKS, Saves
+from pliant.graph.saved_tensors import MASKS, Saves
 
 PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Linear")  # one kernel per gradient, all of the same size
 _ATTENTION = 2.5  # backward of fused attention: dQ, dK, dV, dP and the scores once more, against two products forward

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from pliant.core.prices import KernelPrices
 from pliant.cost.measurements import Sizes, Times
 from pliant.graph.backward import Graph, Node, compute_loss, walk, wiring
-from pliant.graph.forward_trace import op_name
+from pliant.graph.saved_tensors import op_name
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import LaunchWatch, Watch

@@ -19,15 +19,14 @@ from pliant.core.budget import Budget
 from pliant.core.mode import Mode
 from pliant.core.types import Part
 from pliant.engine.cuda_graphs.graphs import Graphs, Work
-from pliant.engine.derived_weights import Made
+from pliant.engine.derived_weights import Derived
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
-from pliant.engine.lean.frozen_batchnorm import scales, watch_norms
+from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.lean.lean import Lean
-from pliant.engine.lean.places import Places
 from pliant.engine.modes import parse, pick
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
-from pliant.engine.prefix.prefix import Found, Prefix
+from pliant.engine.prefix.prefix import CachedRows, Prefix
 from pliant.engine.slices.slices import Sliced, Slices, check_elementwise
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
@@ -64,8 +63,7 @@ class Engine:
         self.slices: Slices | None = None
         self._chosen: Hashable = None
         self._prefix = Prefix(model, features, prefix_dtype)
-        self._norms = watch_norms(model)
-        self._places = Places(model)
+        self._norms = watch_batch_norms(model)
         self._graphs: Graphs | None = None
         self._held: Hashable = None  # the selection and mode of the captured steps that are held
         self._own_loop: CallersStep | None = None
@@ -278,7 +276,7 @@ class Engine:
         batch: Any,
         work: Work,
         part: tuple[bool, bool],
-        prepare: Callable[[], Sequence[Made]],
+        prepare: Callable[[], Sequence[Derived]],
         needed: Hashable = None,
     ) -> torch.Tensor:
         choice = self._chosen, str(self.mode), part, needed
@@ -287,18 +285,18 @@ class Engine:
             graphs.make_room()
         return graphs.step(batch, work, choice=choice, first=part[0], prepare=prepare, is_tight=self._memory_is_limited)
 
-    def _prepare(self, batch: Any, ids: Any) -> list[Made]:
+    def _prepare(self, batch: Any, ids: Any) -> list[Derived]:
         """Do what is done once per selection, so that a capture does not contain it. Returns the weights that it will use."""
-        made = scales(self._norms) if self.mode.lean else []
+        derived = frozen_scales(self._norms) if self.mode.lean else []
         if self.mode.prefix:
             if not self._prefix.knows(batch, ids, self._sliced):
                 with self._inside():
                     self._rehearse(batch, ids)
                     self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
-            made += self._prefix.made(batch, ids, self._sliced)
+            derived += self._prefix.derived(batch, ids, self._sliced)
         if self._memory_is_limited and self._cuda:
             torch.cuda.empty_cache()  # a capture takes its memory from another pool than eager steps
-        return made
+        return derived
 
     def _run_cached(
         self, graphs: Graphs, batch: Any, ids: Any, finish: Callable[[torch.Tensor], torch.Tensor], part: tuple[bool, bool]
@@ -318,13 +316,13 @@ class Engine:
             rows, own, _ = given
             ones, places = iter(own), count()
             there = map_tensors(batch, lambda tensor: next(ones) if next(places) in needed else tensor)
-            return finish(self._loss_of(there, ids, Found(rows, needed)))
+            return finish(self._loss_of(there, ids, CachedRows(rows, needed)))
 
         return self._captured(graphs, (found.rows, own, bare), work, part, partial(self._prepare, batch, ids), needed)
 
     # ------------------------------------------------------------ forward passes
 
-    def _loss_of(self, batch: Any, ids: Any, found: Found | None = None) -> torch.Tensor:
+    def _loss_of(self, batch: Any, ids: Any, found: CachedRows | None = None) -> torch.Tensor:
         with self.forward() as inside:
             value = self._forward(batch, ids, found)
         self.after(inside)
@@ -336,7 +334,7 @@ class Engine:
         with torch.enable_grad(), self._inside():  # what needs a gradient shows where the cached part ends
             return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
 
-    def _forward(self, batch: Any, ids: Any, found: Found | None) -> torch.Tensor:
+    def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
         def forward() -> torch.Tensor:
             return compute_loss(self._model, self._loss, batch)
 
@@ -351,7 +349,7 @@ class Engine:
         spare = map_tensors(batch, torch.clone)
         with sandbox(self._model):
             forward = partial(compute_loss, self._model, self._loss, spare)
-            self._prefix.run(forward, spare, ids, self._sliced, rests=self._fuses_norms)
+            self._prefix.run(forward, spare, ids, self._sliced, fuse_norms=self._fuses_norms)
 
     @property
     def _sliced(self) -> Hashable:
@@ -370,8 +368,6 @@ class Engine:
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of a forward pass; call `after` with what it gave when the pass is done."""
-        if self.mode == Mode(lean=True) and self.slices is None:  # a captured step pays for no Python
-            return Lean(None, self._places, self._chosen)
         return self._inside()
 
     def _inside(self) -> AbstractContextManager[Any]:
@@ -384,7 +380,7 @@ class Engine:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """The context of clipping and of the optimizer's step."""
-        return self.slices.standing_in(optimizer) if self.slices is not None else nullcontext()
+        return self.slices.swapped_in(optimizer) if self.slices is not None else nullcontext()
 
     # ------------------------------------------------------------ the caller's own loop
 

@@ -1,7 +1,7 @@
-"""Reads one backward graph off autograd: nodes in execution order, edges, the parameters at each node, the module it is from.
+"""Reads the backward graph from autograd: nodes in execution order, edges, the parameters of each node, and its module.
 
-No tracing of Python, no module zoo: whatever ran is what is read, so functional code, residuals, shared modules and tied
-weights need no care of their own.
+No Python is traced and no module types are listed: what ran is what is read. So functional code, residuals, shared modules and
+tied weights need no special case.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pliant.graph.forward_trace import CARRIERS, NothingKept, Recorder, Saves, op_name
+from pliant.graph.forward_trace import CARRIERS, ForwardTrace, SavedTensorNeeded
+from pliant.graph.saved_tensors import Saves, op_name
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 
@@ -27,12 +28,12 @@ _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "Pr
 class Node:
     """One operation of the backward pass.
 
-    `inputs` says, for each input of the forward operation, what waits for its gradient: a parameter (by name, also through
-    transposes, casts and views), a node further from the loss (by index), or nothing. A `carrier` only hands a parameter's
-    gradient on. A function written in Python computes all its gradients whatever is asked for: `whole`. `macs`, `outputs`
-    (elements), `made` (their bytes) and `moved` (bytes read and written) are its forward's. The first node of a
-    checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage, bytes, input
-    for whose gradient it is kept, or None) for backward; `lean` the same where the lean engine runs, if that differs.
+    `inputs` says, for each input of the forward operation, what receives its gradient: a parameter (by name, also through
+    transposes, casts and views), a node further from the loss (by index), or nothing. A `carrier` only passes a parameter's
+    gradient on. A `whole` node is a function written in Python: it computes all its gradients, whichever are needed.
+    `macs`, `outputs` (elements), `made` (their bytes) and `moved` (bytes read and written) are those of its forward. The first
+    node of a checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage,
+    bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs.
     """
 
     op: str
@@ -63,16 +64,16 @@ class Node:
 
     @cached_property
     def data(self) -> tuple[int, ...]:
-        """The nodes further from the loss that wait for its input gradient."""
+        """The nodes further from the loss that receive its input gradient."""
         return tuple(dict.fromkeys(i for i in self.inputs if isinstance(i, int)))
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputed:
     """A checkpoint's part of the forward pass, which backward computes again before the first of its nodes runs.
 
-    `saves` maps its nodes (by index) to what they then keep until they have run; what is there anyway has 0 bytes, but PyTorch
-    computes everything up to there. `inference` and `gone` are as in `Graph`, of what this part makes itself.
+    `saves` maps its nodes (by index) to what they then save until they have run. What is in memory anyway has 0 bytes, but
+    PyTorch computes everything up to there. `inference` and `gone` are as in `Graph`, for what this part makes itself.
     """
 
     saves: Mapping[int, Saves]
@@ -89,10 +90,10 @@ class Again:
 class Graph:
     """A backward graph as plain data, nearest the loss first.
 
-    `forward_macs` counts what made no node too. `params` maps every trainable parameter to its number of bytes, `unused`
-    names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters of the
-    module nearest the loss. `inference` are the bytes that live during each operation of the forward pass if nothing is kept
-    for backward; `gone` maps each storage that is kept to the operation before which it would then be freed. `shapes` maps
+    `forward_macs` also counts operations without a node. `params` maps every trainable parameter to its number of bytes,
+    `unused` names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters
+    of the module nearest the loss. `inference` lists the bytes in memory during each operation of the forward pass if nothing
+    is saved for backward; `gone` maps each saved storage to the operation before which it would then be freed. `shapes` maps
     every trainable parameter to its shape. `again` is what checkpoints compute twice.
     """
 
@@ -106,7 +107,7 @@ class Graph:
     inference: tuple[int, ...] = (0,)
     gone: Mapping[int, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    again: tuple[Again, ...] = ()
+    again: tuple[Recomputed, ...] = ()
 
     def order(self) -> dict[str, int]:
         """For each used parameter, the node furthest from the loss that needs it."""
@@ -149,7 +150,7 @@ def compute_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
 def walk(loss: torch.Tensor) -> list[Any]:
     """The autograd nodes behind a loss in the order in which the engine runs them, gradient accumulation left out.
 
-    The engine takes, among the nodes that are ready, the one created last; so do we.
+    Among the nodes that are ready, the engine runs the one created last first.
     """
     root: Any = loss.grad_fn
     waiting: dict[Any, int] = {}
@@ -177,20 +178,20 @@ def walk(loss: torch.Tensor) -> list[Any]:
 
 
 def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tuple[tuple[str | int | None, ...], bool]]:
-    """For each node what waits for the gradient of each of its inputs (see `Node.inputs`), and whether it is a carrier."""
+    """For each node what receives the gradient of each of its inputs (see `Node.inputs`), and whether it is a carrier."""
     names: dict[Any, str] = {param: name for name, param in params.items()}
     index = {node: i for i, node in enumerate(live)}
-    carried: dict[Any, str] = {}  # autograd node → the parameter whose gradient it hands on
+    carried: dict[Any, str] = {}  # autograd node → the parameter whose gradient it passes on
 
-    def waiting(node: Any) -> str | int | None:
+    def receiver(node: Any) -> str | int | None:
         return carried.get(node) or names.get(getattr(node, "variable", None)) or index.get(node)
 
     for node in reversed(live):
-        after = [waiting(following) for following, _ in node.next_functions if following is not None]
+        after = [receiver(following) for following, _ in node.next_functions if following is not None]
         if op_name(node) in CARRIERS and len(after) == 1 and isinstance(after[0], str):
             carried[node] = after[0]
     return [
-        (tuple(None if following is None else waiting(following) for following, _ in node.next_functions), node in carried)
+        (tuple(None if following is None else receiver(following) for following, _ in node.next_functions), node in carried)
         for node in live
     ]
 
@@ -198,16 +199,16 @@ def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tupl
 def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     """Run the loss once on a real batch and read its backward graph. Runs no backward.
 
-    The forward pass has its usual side effects (batch-norm statistics, random state): wrap it in `apply.sandbox`.
+    The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`.
     """
     params = trainable(model)
-    recorder = Recorder(model, batch)
+    trace = ForwardTrace(model, batch)
     try:
-        with recorder:
+        with trace:
             value = compute_loss(model, loss, batch)
-    except NothingKept:
-        recorder = Recorder(model, batch, keep=True)
-        with recorder:
+    except SavedTensorNeeded:
+        trace = ForwardTrace(model, batch, keep=True)
+        with trace:
             value = compute_loss(model, loss, batch)
     live = walk(value)
     if any(op_name(node) == "CheckpointFunction" for node in live):
@@ -215,24 +216,24 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
             "a reentrant checkpoint hides its part of the backward graph, which then cannot be chosen. "
             "Call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
         )
-    recorder.settle(live)
-    again = tuple(Again(*part) for part in recorder.again(live))
+    trace.assign(live)
+    again = tuple(Recomputed(*part) for part in trace.recomputed(live))
     recomputing = {part.node for part in again}
     nodes = []
     for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, params), strict=True)):
         params_here = [name for name in inputs if isinstance(name, str)]
-        work = recorder.work(node)
+        work = trace.work(node)
         nodes.append(
             Node(
                 op_name(node),
-                owner(params_here[0]) if params_here else recorder.module(node._sequence_nr()),
+                owner(params_here[0]) if params_here else trace.module(node._sequence_nr()),
                 inputs,
                 carrier,
                 isinstance(node, torch.autograd.function.BackwardCFunction),
                 *work,
                 i in recomputing,
-                recorder.saves(node),
-                recorder.lean(node, work[1]),
+                trace.saves(node),
+                trace.lean(node, work[1]),
             )
         )
     reached = {param for node in nodes for param in node.params}
@@ -244,8 +245,8 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         kinds,
         _head(nodes, params),
         tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
-        sum(ran.macs for several in recorder.ran.values() for ran in several),
-        *recorder.lives(),
+        sum(one.macs for several in trace.executed.values() for one in several),
+        *trace.memory(),
         shapes={name: tuple(param.shape) for name, param in params.items()},
         again=again,
     )
@@ -260,8 +261,8 @@ def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
 def _head(nodes: Sequence[Node], params: dict[str, nn.Parameter]) -> tuple[str, ...]:
     """All parameters of the module nearest the loss.
 
-    A number that hangs on the whole model (a learnable temperature, say) is nearer, but is not a head by itself: it counts,
-    and the search goes on to the first module or product of matrices.
+    A parameter of the whole model (a learnable temperature, say) may be nearer, but is no head by itself. It is included, and
+    the search goes on to the first module or matrix product.
     """
     head: list[str] = []
     for node in nodes:

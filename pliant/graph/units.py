@@ -1,4 +1,4 @@
-"""Graph → units: what can be chosen. Each factory returns a function of a graph; units come nearest the loss first."""
+"""Graph → units: what can be chosen. Each factory returns a function of a graph; units nearest the loss come first."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pliant.graph.backward import Graph, owner
 Units = Callable[[Graph], tuple[Unit, ...]]
 Globs = str | Iterable[str]
 
-# Layers that compute the gradient of a slice by itself: what they are called, and what their products are called in autograd.
+# Layers that can compute the gradient of a slice alone: their module classes, and their operations in the backward graph.
 _SLICED_KINDS = frozenset(("Conv1d", "Conv2d", "Conv3d", "Linear"))
 _SLICED_OPS = frozenset(("Convolution", "Addmm", "Mm", "Linear", "Add"))
 
 
 def tensors(include: Globs = "*", exclude: Globs = ()) -> Units:
-    """Every parameter by itself; globs over parameter names say which."""
+    """Every parameter is a unit; globs over parameter names select them."""
 
     def of(graph: Graph) -> tuple[Unit, ...]:
         return tuple(Unit(param, (Part(param),)) for param in _params(graph, include, exclude))
@@ -29,8 +29,8 @@ def tensors(include: Globs = "*", exclude: Globs = ()) -> Units:
 def layers(include: Globs = "*", exclude: Globs = ()) -> Units:
     """All parameters of one module, together with the norm that follows it: what the literature calls a layer.
 
-    The norm's gradients read the same data as the weight's, so alone they cost almost as much as together. A norm that
-    follows no layer directly (before a transformer's block, say) is a layer of its own.
+    The gradients of the norm read the same data as those of the weight, so they cost almost as much alone as together. A norm
+    that does not directly follow a layer (before a transformer block, say) is a layer of its own.
     """
 
     def of(graph: Graph) -> tuple[Unit, ...]:
@@ -41,7 +41,7 @@ def layers(include: Globs = "*", exclude: Globs = ()) -> Units:
 
 
 def blocks(*named: str, include: Globs = "*", exclude: Globs = ()) -> Units:
-    """The repeated blocks of a model (found by class), or the modules that match `named`; what lies outside goes by layer.
+    """The repeated blocks of a model (found by class), or the modules that match `named`; everything else is split by layer.
 
     A repeated block is the outermost kind of module with modules of its own that occurs at least twice.
     """
@@ -64,7 +64,7 @@ def blocks(*named: str, include: Globs = "*", exclude: Globs = ()) -> Units:
 
 
 def norms() -> Units:
-    """Scale and shift of every norm, each tensor by itself; the head's stand beside them."""
+    """Scale and shift of every norm, each tensor as a unit; and the tensors of the head."""
 
     def of(graph: Graph) -> tuple[Unit, ...]:
         mine = {
@@ -88,10 +88,10 @@ def channels(
 ) -> Units:
     """Groups of neighbouring channels of every convolution and linear layer: slices of its weight along its outputs or inputs.
 
-    Slices of outputs take their piece of the bias along; with inputs, biases stand in no unit. Of a weight with
-    several groups, a slice of inputs is the same channels in each group; where a group has one input (a depthwise convolution),
-    slices are along the outputs, which is the same there; without `depthwise`, such convolutions are left out. Everything else
-    (norms, embeddings, layers that the loss does not reach) stands in no unit.
+    Slices of outputs include their part of the bias; with slices of inputs, biases are in no unit. In a weight with several
+    groups, a slice of inputs is the same channels of each group. Depthwise convolutions have one input per group, so their
+    slices are along the outputs; without `depthwise`, they are left out. Everything else (norms, embeddings, layers that the
+    loss does not reach) is in no unit.
     """
     if axis not in ("out", "in"):
         raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
@@ -126,13 +126,13 @@ def channels(
 
 
 def _is_depthwise(graph: Graph, weight: str) -> bool:
-    """Whether each filter of a convolution sees one channel of a layer before it."""
+    """Whether each filter of a convolution reads one channel of the layer before it."""
     shape, is_fed = graph.shapes[weight], any(weight in node.params and node.data for node in graph.nodes)
     return graph.modules[owner(weight)].startswith("Conv") and shape[0] > shape[1] == 1 and is_fed
 
 
 def _params(graph: Graph, include: Globs, exclude: Globs) -> list[str]:
-    """The parameters that the globs leave, nearest the loss first; what the loss does not reach comes last."""
+    """The parameters that the globs select, nearest the loss first; those that the loss does not reach come last."""
     order = graph.order()
     names = sorted(graph.params, key=lambda name: order.get(name, len(graph.nodes)))
     kept = match(names, [include] if isinstance(include, str) else include, "parameter")
@@ -144,7 +144,7 @@ def _params(graph: Graph, include: Globs, exclude: Globs) -> list[str]:
 
 
 def _grouped(params: Iterable[str], group: Callable[[str], str]) -> tuple[Unit, ...]:
-    """Units by the name of their group, each at the place of its parameter that is furthest from the loss."""
+    """Units by the name of their group, ordered by the parameter of each that is furthest from the loss."""
     found: dict[str, list[str]] = {}
     for param in params:
         name = group(param)
@@ -153,7 +153,7 @@ def _grouped(params: Iterable[str], group: Callable[[str], str]) -> tuple[Unit, 
 
 
 def _norm_leads(graph: Graph) -> dict[str, str]:
-    """For each norm that directly follows a layer, that layer's module."""
+    """For each norm that directly follows a layer, the module of that layer."""
     leads = {}
     for node in graph.nodes:
         if not node.params or node.carrier or not _is_norm(node.op, graph.modules.get(node.module, "")):
@@ -173,7 +173,7 @@ def _is_norm(op: str, kind: str) -> bool:
 
 
 def _ancestors(module: str) -> list[str]:
-    """A module and everything it lies in, innermost first."""
+    """A module and the modules that contain it, innermost first."""
     out = []
     while module:
         out.append(module)
@@ -182,14 +182,14 @@ def _ancestors(module: str) -> list[str]:
 
 
 def _repeated(graph: Graph) -> set[str]:
-    """The outermost modules that are built of modules, hold parameters and are not the only ones of their class."""
+    """The outermost modules with submodules and parameters whose class occurs more than once."""
     holders = Counter(name for param in graph.params for name in set(_ancestors(owner(param))))
     parents = {owner(name) for name in graph.modules if name}
     built = [name for name in graph.modules if name and name in parents and holders[name]]
     named = [name for name in built if graph.modules[name] not in ("Sequential", "ModuleList", "ModuleDict")]
     kinds = Counter(graph.modules[name] for name in named)
     repeated = {name for name in named if kinds[graph.modules[name]] > 1}
-    if not repeated:  # bare containers side by side
+    if not repeated:  # plain containers side by side
         siblings = Counter((owner(name), graph.modules[name]) for name in built)
         repeated = {name for name in built if siblings[owner(name), graph.modules[name]] > 1}
     return {name for name in repeated if not any(outer in repeated for outer in _ancestors(name)[1:])}

@@ -9,9 +9,9 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from pliant.runtime.sandbox import sandbox
+from pliant.runtime.torch_internals import BatchNormBase, NormBase
 
 NormRule = Literal["auto", "chosen", "frozen", "as-is"]
 ENOUGH = 1000  # values of a channel in a batch: on statistics of far fewer a network trains worse than on those it has
@@ -49,7 +49,7 @@ class BatchNormModes:
             raise ValueError(f"norm={self.rule!r}: choose 'auto', 'chosen', 'frozen' or 'as-is'.")
         names = {id(param): name for name, param in self.model.named_parameters()}  # a tied parameter has one name
         for name, module in self.model.named_modules():
-            if isinstance(module, _NormBase) and module.track_running_stats and module.running_mean is not None:
+            if isinstance(module, NormBase) and module.track_running_stats and module.running_mean is not None:
                 self._norms[name] = module
                 self._own[name] = [names[id(param)] for param in module._parameters.values() if param is not None]
                 self._wanted[name] = module.training
@@ -140,7 +140,7 @@ class BatchNormModes:
 def _has_learned(norm: nn.Module) -> bool:
     """Whether the running statistics of a batch norm no longer depend on their initial values. Statistics that were loaded
     without a batch count are taken as learned. SyncBatchNorm sees the batches of all processes, which is enough values."""
-    if not isinstance(norm, _BatchNorm) or isinstance(norm, nn.SyncBatchNorm):
+    if not isinstance(norm, BatchNormBase) or isinstance(norm, nn.SyncBatchNorm):
         return False
     if norm.running_mean is None or norm.running_var is None:
         return False
@@ -157,7 +157,7 @@ def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any
 
     def on_input(norm: nn.Module, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
-        seen[norm] = input.numel() / max(input.shape[1], 1), _strangeness(cast("_NormBase", norm), input)
+        seen[norm] = input.numel() / max(input.shape[1], 1), _strangeness(cast("NormBase", norm), input)
 
     hooks = [norm.register_forward_pre_hook(on_input, with_kwargs=True) for norm in norms]
     try:
@@ -173,7 +173,7 @@ def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any
     return {norm: (values, float(strangeness)) for norm, (values, strangeness) in seen.items()}
 
 
-def _strangeness(norm: _NormBase, input: torch.Tensor) -> torch.Tensor:
+def _strangeness(norm: NormBase, input: torch.Tensor) -> torch.Tensor:
     """The median over channels of |log(variance of the batch / running variance)|, less what chance makes of so few values;
     0 where there are too few samples."""
     if len(input) < _A_FEW:

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from pliant.runtime.torch_internals import TorchDispatchMode, tree_leaves
 
 _SMALL = 1 << 12  # elements that are not worth their while
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -18,6 +18,7 @@ from torch import nn
 
 from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
+from pliant.runtime import torch_internals
 from pliant.runtime.batches import Around, Loss, Pieces
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
@@ -95,7 +96,7 @@ def watch(params: Mapping[str, torch.Tensor], units: Sequence[Unit]) -> dict[str
     there = {name: grad for name, grad in grads.items() if grad is not None}
     if not there:
         return {}
-    norms = torch._foreach_norm([grad.coalesce().values() if grad.is_sparse else grad for grad in there.values()])
+    norms = torch_internals.norms([grad.coalesce().values() if grad.is_sparse else grad for grad in there.values()])
     squares = torch.stack([norm.float().square().to(norms[0].device) for norm in norms]).tolist()
     square = dict(zip(there, squares, strict=True))
     return {unit.name: sum(square.get(name, 0.0) for name in unit.params) for unit in units}

@@ -1,4 +1,4 @@
-"""What a captured step bakes in, and what keeps a step from being captured."""
+"""What a captured step depends on, and what prevents a step from being captured."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from pliant.runtime.batches import Loss
+from pliant.runtime.torch_internals import GLOBAL_HOOKS
 
 _NUMBERS = (int, float, str, bytes, type(None))
-_HOOKS_OF_ALL = (
-    modules._global_forward_hooks,
-    modules._global_forward_pre_hooks,
-    modules._global_backward_hooks,
-    modules._global_backward_pre_hooks,
-    _global_optimizer_pre_hooks,
-    _global_optimizer_post_hooks,
-)
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -29,11 +20,11 @@ class Refused(Exception):
     """Why a step cannot be captured."""
 
 
-class Baked:
-    """Everything that the steps of one model, loss and optimizer hang on, as it is when asked.
+class CaptureKey:
+    """The current state of everything that the steps of one model, loss and optimizer depend on.
 
-    What a capture bakes in is its key: which parameters train, the shapes of the batch, the modes of the modules, autocast, the
-    settings of the optimizer; and addresses. Learning rates are not: they lie in memory that the kernels read (`Twins`).
+    A captured step fixes its key: which parameters train, the shapes of the batch, the modes of the modules, autocast, the
+    settings of the optimizer. It fixes addresses too, but not learning rates: kernels read those (`OptimizerScalars`).
     """
 
     def __init__(self, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer) -> None:
@@ -51,15 +42,15 @@ class Baked:
         self._held = [held for module in self._modules for held in (module._parameters, module._buffers) if held]
 
     def refuse(self) -> None:
-        """Where no step of any kind can be captured, raise the reason."""
+        """If no step at all can be captured, raise the reason."""
         if type(self._optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
             raise Refused(f"{type(self._optimizer).__name__} cannot be captured: SGD, Adam and AdamW can")
         if any(group.get("differentiable") for group in self._optimizer.param_groups):
             raise Refused("a differentiable optimizer cannot be captured")
-        for name, ours in self._own_hooks.items():
-            if len(getattr(self._optimizer, name)) > ours:
+        for name, count in self._own_hooks.items():
+            if len(getattr(self._optimizer, name)) > count:
                 raise Refused("the optimizer has step hooks")
-        if any(_HOOKS_OF_ALL):
+        if any(GLOBAL_HOOKS):
             raise Refused("there are hooks on all modules or optimizers")
         if any(self._hooks):
             hooked = next(module for module in self._modules if any(getattr(module, name) for name in _MODULE_HOOKS))
@@ -70,7 +61,7 @@ class Baked:
                     raise Refused("a parameter has hooks")
 
     def key(self, batch: Any, choice: Hashable, first: bool) -> Hashable:
-        """Everything but addresses that a capture bakes in."""
+        """Everything that a captured step fixes, except addresses."""
         settings = tuple(
             (name, value)
             for group in self._optimizer.param_groups
@@ -80,7 +71,7 @@ class Baked:
         modes = tuple(module.training for module in self._modules)
         device = self._device.type
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        # Python's own numbers are read when a step is captured, and not again.
+        # Python numbers are read when a step is captured, and not again.
         numbers = tuple([held.get(name) for held, name in self._plain]), _numbers_of(self._loss)
         key = choice, first, _outline(batch), modes, cast, settings, numbers
         try:
@@ -90,7 +81,7 @@ class Baked:
         return key
 
     def addresses(self, first: bool) -> tuple[int, ...]:
-        """Where what a step reads and writes lies; gradients too, unless it is the first batch of a step."""
+        """The addresses that a step reads and writes; those of gradients too, unless it is the first batch of a step."""
         state = self._optimizer.state
         out = [tensor.data_ptr() for held in self._held for tensor in held.values() if tensor is not None]
         for group in self._optimizer.param_groups:
@@ -110,7 +101,7 @@ class Baked:
         return out
 
     def python_state(self) -> dict[str, Any]:
-        """What modules and the loss hold in Python, where that is cheap to compare: plain values, lengths, which tensors."""
+        """The Python state of modules and the loss that is cheap to compare: plain values, lengths, identities of tensors."""
         out: dict[str, Any] = {}
 
         def note(owner: str, held: Mapping[str, Any]) -> None:
@@ -135,7 +126,7 @@ class Baked:
 
 
 def _outline(batch: Any) -> Hashable:
-    """A batch without its numbers: its structure, the shape and kind of each tensor, and all that is no tensor by value."""
+    """A batch without its values: its structure, the shape and dtype of each tensor, and everything else by value."""
     if isinstance(batch, torch.Tensor):
         if batch.layout != torch.strided or type(batch) not in (torch.Tensor, nn.Parameter):
             raise Refused(f"the batch holds a {type(batch).__name__} that is no ordinary tensor")
@@ -149,11 +140,11 @@ def _outline(batch: Any) -> Hashable:
     held = getattr(batch, "__dict__", None)
     if held:
         return type(batch), tuple((name, _outline(value)) for name, value in held.items())
-    raise Refused(f"the batch holds a {type(batch).__name__}, which may change unseen")
+    raise Refused(f"the batch holds a {type(batch).__name__}, which may change unnoticed")
 
 
 def _numbers_of(loss: Any) -> tuple[Any, ...]:
-    """Plain values that a loss reads from around it."""
+    """Plain values that a loss reads from its closure or its object."""
     cells = getattr(getattr(loss, "__func__", loss), "__closure__", None) or ()
     held = [_content(cell) for cell in cells]
     for owner in (getattr(loss, "__self__", None), loss):

@@ -1,4 +1,4 @@
-"""What an optimizer keeps on the CPU and a captured step reads on the device: learning rates and counts of steps."""
+"""Learning rates and step counts: the optimizer keeps them on the CPU, and a captured step reads copies on the device."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from typing import Any
 
 import torch
 
+from pliant.runtime.torch_internals import add_to_each_
 
-class Twins:
-    """The learning rates and counts of one optimizer where kernels read them.
 
-    The user's own stay what schedulers and state dicts see; before a replay the twins are brought up to them.
+class OptimizerScalars:
+    """The learning rates and step counts of one optimizer, in memory that kernels read.
+
+    Schedulers and state dicts see the user's own. Before a replay the copies are updated from them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._given = [group["lr"] for group in optimizer.param_groups]  # what each rate holds, as the user wrote it
+        self._given = [group["lr"] for group in optimizer.param_groups]  # the user's value of each rate
         self._rates = [_rate(group, device) for group in optimizer.param_groups]
-        self._counts = _counts(optimizer)  # Adam's: the user's, on the CPU, and the one that the kernels read
-        self.hold_counts = False  # whether those are the user's
+        self._counts = _counts(optimizer)  # of Adam: the user's, on the CPU, and the kernels' copy
+        self.hold_counts = False  # whether the copies are up to date
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Inside, the optimizer's step reads them, as a capture needs it."""
-        optimizer, twins = self._optimizer, {id(users): kernels for users, kernels in self._counts}
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the optimizer's step reads the copies, as a capture needs it."""
+        optimizer, copies = self._optimizer, {id(users): kernels for users, kernels in self._counts}
         swapped = [
             (state, state["step"])
             for state in optimizer.state.values()
-            if isinstance(state, dict) and id(state.get("step")) in twins
+            if isinstance(state, dict) and id(state.get("step")) in copies
         ]
         was = [dict(group) for group in optimizer.param_groups]
         try:
@@ -40,7 +42,7 @@ class Twins:
                 elif rate.is_cuda:  # SGD reads a rate from memory in its fused form alone
                     group["fused"], group["foreach"] = True, False
             for state, count in swapped:
-                state["step"] = twins[id(count)]
+                state["step"] = copies[id(count)]
             yield
         finally:
             for group, before in zip(optimizer.param_groups, was, strict=True):
@@ -51,7 +53,7 @@ class Twins:
                 state["step"] = count
 
     def keep_used(self) -> None:
-        """Forget counts that the capture did not move: all, where the optimizer's step comes with a later batch."""
+        """Drop counts that the capture did not change: all of them, if the optimizer's step comes with a later batch."""
         self._counts = [pair for pair in self._counts if pair[1]._version]
 
     def refresh_rates(self) -> None:
@@ -68,19 +70,19 @@ class Twins:
             kernels.copy_(users)
 
     def count(self) -> None:
-        """The kernels took a step and counted it; so does the user's side."""
+        """The kernels counted a step: count it in the user's counts too."""
         if self._counts:
-            torch._foreach_add_([users for users, _ in self._counts], 1)
+            add_to_each_([users for users, _ in self._counts], 1)
 
 
 def _rate(group: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """A learning rate as kernels read it: fused SGD in single precision, Adam in that of its parameters."""
+    """A learning rate as kernels read it: float32 for fused SGD, the dtype of the parameters for Adam."""
     double = "capturable" in group and any(param.dtype == torch.float64 for param in group["params"])
     return torch.as_tensor(group["lr"], dtype=torch.float64 if double else torch.float32, device=device).clone()
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For every count of steps that an optimizer keeps on the CPU for what trains, one on the parameter's device."""
+    """For every step count of a trained parameter on the CPU, a copy on the parameter's device."""
     out = []
     for group in optimizer.param_groups:
         for param in group["params"]:

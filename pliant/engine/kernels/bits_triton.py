@@ -1,4 +1,4 @@
-"""The same bits on CUDA in one kernel each way, where there is Triton."""
+"""Packing and unpacking bits (see `lean/bits`) on CUDA in one Triton kernel each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_BLOCK = 1024  # bytes for each program
+_BLOCK = 1024  # bytes per program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -42,7 +42,7 @@ def _unpack(packed, values, count, yes, no, BLOCK: tl.constexpr):  # type: ignor
 
 
 def within(flat: torch.Tensor, low: float, high: float, nan: bool) -> torch.Tensor:
-    """As in `bits`, for flat tensors of the DTYPES without gaps."""
+    """As in `bits`, for flat tensors of the DTYPES that are contiguous."""
     count = flat.numel()
     packed = torch.empty((count + 7) // 8, dtype=torch.uint8, device=flat.device)
     if count:

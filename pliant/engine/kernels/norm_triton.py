@@ -1,8 +1,7 @@
-"""A batch norm at rest and the clipping after it in one pass over a channels-last tensor on CUDA, where there is Triton; and
-one pass back.
+"""A frozen batch norm and the clipping after it in one Triton kernel for channels-last tensors on CUDA; one more for backward.
 
-It computes in float32 and rounds once, as PyTorch's own norm does: it gives what the model gives without it, up to ties.
-PyTorch's own way back through a norm at rest copies a channels-last gradient twice.
+It computes in float32 and rounds once, as PyTorch's norm does, so results are equal up to ties. PyTorch's backward of a frozen
+norm copies a channels-last gradient twice.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import triton.language as tl  # type: ignore[import-not-found]
 
 from pliant.runtime.batchnorm import in_eights
 
-_ROWS, _CHANNELS = 128, 32  # of one program
-_EIGHT = 8  # values side by side are read at once
+_ROWS, _CHANNELS = 128, 32  # per program
+_EIGHT = 8  # adjacent values are read at once
 _EVERYTHING = -math.inf, math.inf
 
 Clip = tuple[float, float] | None
@@ -33,7 +32,7 @@ def _normed(values, to, scale, shift, rows, eights, low, high, ROWS: tl.constexp
     x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
     x *= tl.load(scale + channel, mask=channel < channels, other=0.0)[None, :]
     x += tl.load(shift + channel, mask=channel < channels, other=0.0)[None, :]
-    x = tl.where(x < low, low, x)  # what is not a number stays so
+    x = tl.where(x < low, low, x)  # NaN stays NaN
     x = tl.where(x > high, high, x)
     tl.store(to + at, x.to(to.dtype.element_ty), mask=inside)
 
@@ -53,7 +52,7 @@ def _back(  # type: ignore[no-untyped-def]
     if CLIPS:
         y = tl.load(values + at, mask=inside, other=0.0).to(tl.float32) * factor
         y += tl.load(shift + channel, mask=channel < channels, other=0.0)[None, :]
-        y = y.to(values.dtype.element_ty).to(tl.float32)  # as it was before it was clipped
+        y = y.to(values.dtype.element_ty).to(tl.float32)  # the value before clipping
         x = tl.where((y <= low) | (y >= high), 0.0, x)
     tl.store(to + at, x.to(to.dtype.element_ty), mask=inside)
 
@@ -63,17 +62,17 @@ def serves(values: torch.Tensor) -> bool:
 
 
 def norm_(values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Clip = None) -> torch.Tensor:
-    """Multiply each channel with a number and add another, in place, and clip what comes of it."""
+    """Scale and shift each channel in place, and clip the result."""
     return _norm(values, values, scale, shift, clip)
 
 
 def norm(values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Clip = None) -> torch.Tensor:
-    """The same, into another tensor."""
+    """The same, into a new tensor."""
     return _norm(values, torch.empty_like(values), scale, shift, clip)
 
 
 def back(grad: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: Clip = None) -> torch.Tensor:
-    """The gradient of `values`; where nothing is clipped they are not looked at."""
+    """The gradient of `values`; without clipping they are not read."""
     if not serves(grad):
         grad = grad.contiguous(memory_format=torch.channels_last)
     out, (low, high) = torch.empty_like(grad), clip or _EVERYTHING
@@ -94,13 +93,13 @@ def _norm(values: torch.Tensor, to: torch.Tensor, scale: torch.Tensor, shift: to
 
 
 def _grid(values: torch.Tensor) -> tuple[tuple[int], int, int]:
-    """How many programs, for how many rows, and of how many times eight channels."""
+    """The number of programs, of rows, and of groups of eight channels."""
     rows, channels = values.numel() // values.shape[1], values.shape[1]
     return (triton.cdiv(rows, _ROWS) * triton.cdiv(channels, _CHANNELS),), rows, channels // _EIGHT
 
 
 def works() -> bool:
-    """Whether it compiles and runs here, and gives what it should, there and back."""
+    """Whether the kernels compile and run here, and give the right results, forward and backward."""
     plain = torch.arange(2 * 24 * 81, device="cuda").view(2, 24, 9, 9).sub(2000).div(500).bfloat16()
     plain = plain.contiguous(memory_format=torch.channels_last).requires_grad_()
     scale, shift = torch.arange(24, device="cuda").div(10), torch.arange(24, device="cuda").sub(10).div(5)
@@ -113,6 +112,6 @@ def works() -> bool:
         if not all(torch.allclose(a.float(), want.float(), rtol=0.01, atol=0.01) for a in (ours, in_place)):
             return False
         off = (back(grad, *given).float() - wanted).abs() > 0.01 + 0.01 * wanted.abs()
-        if off.float().mean() > 0.01:  # a tie may end on the other side
+        if off.float().mean() > 0.01:  # ties may round differently
             return False
     return True

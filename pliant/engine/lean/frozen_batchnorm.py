@@ -1,4 +1,4 @@
-"""Batch norms at rest: on their running statistics, with a scale that is not chosen, a norm is a product."""
+"""Frozen batch norms: with running statistics and a frozen scale, backward is a product with one number per channel."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from weakref import ref
 
 import torch
 
-from pliant.engine.derived_weights import Made
+from pliant.engine.derived_weights import Derived
 
-_SMALL_NORM = 1 << 16  # elements: up to this one more pass over them costs less than a backward function in Python does
+_SMALL_NORM = 1 << 16  # elements: up to here one more pass over them costs less than a backward function in Python
 
 
 def trains(tensor: Any) -> bool:
@@ -28,31 +28,31 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """A batch norm on its running statistics whose scale is not chosen; None for all others."""
+    """A batch norm that uses running statistics and whose scale is not trained; None for all others."""
     if training or running_var is None or trains(weight) or not (input.requires_grad or trains(bias)):
         return None
     dtype, small = input.dtype, input.numel() <= _SMALL_NORM and input.device.type == "cpu"
     if small and input.requires_grad and running_var.dtype == dtype and not trains(bias):
         scale = _scale(input.dim(), running_var, weight, eps)
         if scale.dtype == dtype:
-            out = input * scale  # for its graph; the values are the norm's
-            out.data = scale  # frees the product before there are others
-            out.data = _at_rest(input.detach(), running_mean, running_var, weight, bias, eps)
+            out = input * scale  # for the graph alone: the values come below
+            out.data = scale  # frees the product first
+            out.data = _with_running_statistics(input.detach(), running_mean, running_var, weight, bias, eps)
             return out
     return _Scaled.apply(input, running_mean, running_var, weight, bias, eps)
 
 
-def _at_rest(input: Any, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
+def _with_running_statistics(input: Any, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
     return torch.batch_norm(input, weight, bias, mean, var, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 class _Scaled(torch.autograd.Function):
-    """A batch norm on its running statistics whose scale is not chosen: backward is one product."""
+    """A frozen batch norm as an autograd function: backward is one product."""
 
     @staticmethod
     def forward(ctx: Any, input: Any, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
         ctx.scale, ctx.bias_dtype = _scale(input.dim(), var, weight, eps), None if bias is None else bias.dtype
-        return _at_rest(input, mean, var, weight, bias, eps)
+        return _with_running_statistics(input, mean, var, weight, bias, eps)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -67,9 +67,9 @@ class _Scaled(torch.autograd.Function):
 
 @cache
 def norm_kernels(kind: str) -> Any:
-    """What computes a norm and the clipping after it in one kernel on such a device: on CUDA, where Triton works.
+    """The kernels that compute a norm and the clipping after it in one pass on such a device: on CUDA, if Triton works.
 
-    To be asked before a step is captured.
+    Call it before a step is captured.
     """
     if kind != "cuda":
         return None
@@ -77,15 +77,17 @@ def norm_kernels(kind: str) -> Any:
         from pliant.engine.kernels import norm_triton
 
         return norm_triton if norm_triton.works() else None
-    except Exception:  # no compiler, no permission to write, …: PyTorch's own operations do
+    except Exception:  # no compiler, no permission to write, …: use PyTorch's operations
         return None
 
 
-def in_one_kernel(
+def fused_norm(
     kernels: Any, values: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, clip: tuple[float, float] | None
 ) -> torch.Tensor:
-    """A norm at rest (what it multiplies channels with, and what it adds) and the clipping after it, in one kernel there and
-    one back. No gradient goes to the two."""
+    """A frozen norm (its scale and shift for each channel) and the clipping after it: one kernel forward and one backward.
+
+    Scale and shift get no gradient.
+    """
     out: torch.Tensor = _Fused.apply(kernels, values, scale, shift, clip)  # type: ignore[no-untyped-call]
     return out
 
@@ -95,7 +97,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, kernels: Any, values: Any, scale: Any, shift: Any, clip: tuple[float, float] | None) -> torch.Tensor:
         ctx.kernels, ctx.line, ctx.clip = kernels, (scale, shift), clip
         if clip is not None:
-            ctx.save_for_backward(values)  # not what comes of it: that may be changed in place
+            ctx.save_for_backward(values)  # not the output, which may be changed in place
         out: torch.Tensor = kernels.norm(values, scale, shift, clip)
         return out
 
@@ -104,7 +106,7 @@ class _Fused(torch.autograd.Function):
         values = ctx.saved_tensors[0].detach() if ctx.clip is not None else grad
         if not torch.is_grad_enabled():
             return None, ctx.kernels.back(grad, values, *ctx.line, ctx.clip), None, None, None
-        scale, shift = (one.view(-1, 1, 1) for one in ctx.line)  # it is to be differentiated again
+        scale, shift = (one.view(-1, 1, 1) for one in ctx.line)  # differentiated again
         back = (grad.float() * scale).to(grad.dtype)
         if ctx.clip is not None:
             (low, high), normed = ctx.clip, (values.float() * scale + shift).to(values.dtype).float()
@@ -113,18 +115,18 @@ class _Fused(torch.autograd.Function):
 
 
 class _Norm:
-    """What is known of the norm with some running variances: what counts their changes, and what it multiplies with."""
+    """What is known of the norm with these running variances: its counter of batches, and its scale."""
 
-    __slots__ = ("counter", "how", "made", "var")
+    __slots__ = ("counter", "derived", "how", "var")
 
     def __init__(self, var: torch.Tensor) -> None:
         self.var = ref(var, partial(_forget, id(var)))
-        self.counter: torch.Tensor | None = None  # a norm writes to its statistics without saying so, but counts when it does
+        self.counter: torch.Tensor | None = None  # a norm updates statistics without a version change, but counts
         self.how: tuple[int, float, bool] | None = None
-        self.made: Made | None = None
+        self.derived: Derived | None = None
 
 
-_NORMS: dict[int, _Norm] = {}  # by the id of the variances: to look into weak dictionaries takes longer than all the rest
+_NORMS: dict[int, _Norm] = {}  # by the id of the variances: weak dictionaries are slow
 
 
 def _forget(key: int, _: Any) -> None:
@@ -139,18 +141,18 @@ def _norm_of(var: torch.Tensor) -> _Norm:
 
 
 def _scale(dims: int, var: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """What a norm at rest multiplies with; computed again when a statistic or the weight was written to."""
+    """The scale of a frozen norm; computed again if a statistic or the weight was written to."""
     known, how = _norm_of(var), (dims, eps, weight is not None)
     sources = [one for one in (var, weight, known.counter) if one is not None]
-    made = known.made
-    if made is None or known.how != how or not made.is_of(sources) or not made.is_current:
-        # Another one, not the old one again: a backward pass that is to come may hold that.
-        known.how, made = how, Made(partial(_product, *how), sources)
-        known.made = made
-    return made.tensors[0]  # type: ignore[return-value]  # there always is one
+    derived = known.derived
+    if derived is None or known.how != how or not derived.is_from(sources) or not derived.is_current:
+        # A new one instead of a refresh: a pending backward pass may hold the old one.
+        known.how, derived = how, Derived(partial(_compute_scale, *how), sources)
+        known.derived = derived
+    return derived.tensors[0]  # type: ignore[return-value]
 
 
-def _product(
+def _compute_scale(
     dims: int, eps: float, has_weight: bool, var: torch.Tensor, *others: torch.Tensor, into: Any = None
 ) -> tuple[torch.Tensor]:
     scale = (var.detach() + eps).rsqrt_()
@@ -158,8 +160,8 @@ def _product(
     return (scale.view(1, -1, *[1] * (dims - 2)),)
 
 
-def watch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The norms with running statistics, whose changes are noticed from now on."""
+def watch_batch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The norms with running statistics; from now on their changes are noticed."""
     norms = [module for module in model.modules() if _variances(module) is not None]
     for norm in norms:
         var, counter = _variances(norm), getattr(norm, "num_batches_tracked", None)
@@ -168,14 +170,14 @@ def watch_norms(model: torch.nn.Module) -> list[torch.nn.Module]:
     return norms
 
 
-def scales(norms: Sequence[torch.nn.Module]) -> list[Made]:
-    """What those of these norms that are at rest multiply with, as far as it was made, fit for use."""
-    resting = [_variances(norm) for norm in norms if not norm.training]
-    found = [_norm_of(var).made for var in resting if var is not None]
-    made = [one for one in found if one is not None]
-    for one in made:
+def frozen_scales(norms: Sequence[torch.nn.Module]) -> list[Derived]:
+    """The scales of those of these norms that use running statistics, as far as they were computed, up to date."""
+    frozen = [_variances(norm) for norm in norms if not norm.training]
+    found = [_norm_of(var).derived for var in frozen if var is not None]
+    derived = [one for one in found if one is not None]
+    for one in derived:
         one.refresh()
-    return made
+    return derived
 
 
 def _variances(norm: torch.nn.Module) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What a frozen part gave for each sample, kept by sample id: rows of tensors within a limit of bytes."""
+"""A cache of the outputs of the frozen prefix by sample id: rows of tensors within a limit of bytes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FIRST = 4 << 20  # bytes of the first chunk; each further one is seven times al
 class Features:
     """Rows of tensors by sample id, never more bytes of them than `limit` (bytes, or text like "2GB").
 
-    When the limit is reached, what is in stays and the rest is left out: an epoch visits every sample in turn, so the oldest
-    row is the one that comes next, and throwing it out would leave nothing to find. `bytes` is what is allocated for rows; the
-    table of ids takes about a hundred bytes a sample besides. `stored` counts the samples that were put in, `hits` those given
-    back, `misses` those asked for in vain: all of a batch, where one of it is not there.
+    When the limit is reached, rows stay and new ones are not stored. An epoch visits every sample in turn, so the oldest row is
+    the one needed next, and evicting it would leave no hits. `bytes` is allocated for rows; the table of ids takes about a
+    hundred bytes for each sample. `stored` counts the samples that were stored, `hits` those found, `misses` those that were
+    not: all samples of a batch if one of them is missing.
 
-    `half=True` keeps floats wider than two bytes in bfloat16, and gives them back in their own type, rounded to eight bits. Not
-    float16: its range ends at 65504, and one activation beyond that would come back as infinity.
+    `half=True` keeps floats wider than two bytes in bfloat16, and returns them in their own dtype, rounded to eight bits. Not
+    float16: its range ends at 65504, and a larger activation would become infinity.
 
     >>> features = Features("1MB")
     >>> features.begin("up to layer 3")
@@ -54,18 +54,18 @@ class Features:
         return len(self._at)
 
     def begin(self, key: Hashable) -> None:
-        """Rows belong to this key from now on. Another key than before: everything is dropped."""
+        """From now on rows belong to this key. A new key drops all rows."""
         if key != self._key:
             self.clear()
             self._key = key
 
     def clear(self) -> None:
-        """Drop every row, and what shape rows have."""
+        """Drop all rows and their shapes."""
         self._rows, self._at, self._chunks = (), {}, []
         self.bytes = 0
 
     def get(self, ids: Sequence[Hashable] | torch.Tensor, device: str | torch.device) -> tuple[torch.Tensor, ...] | None:
-        """The rows of these samples in this order, as fresh tensors on `device`; None where one of them is missing."""
+        """The rows of these samples in this order, as new tensors on `device`; None if one of them is missing."""
         names = _names(ids)
         try:
             rows = [self._at[name] for name in names]
@@ -76,14 +76,14 @@ class Features:
             return None
         self.hits += len(names)
         device = torch.device(device)
-        with torch.inference_mode(False), torch.no_grad():  # what is given back may take part in autograd
+        with torch.inference_mode(False), torch.no_grad():  # autograd may use the results
             return self._gather(rows, device)
 
     def put(self, ids: Sequence[Hashable] | torch.Tensor, values: tuple[torch.Tensor, ...]) -> None:
-        """Keep one row per sample of each tensor, as far as they fit. Known ids are left as they are.
+        """Store one row per sample of each tensor, as far as they fit. Known ids stay unchanged.
 
-        Every row under a key has the shapes and types of the first; others are a ValueError. Memory is laid out as in the first
-        (channels-last stays channels-last), the batch always being the outermost dimension.
+        All rows of a key have the shapes and dtypes of the first; others are a ValueError. They share one memory format
+        (channels-last stays channels-last), with the batch as the outermost dimension.
         """
         names = _names(ids)
         if not values or any(value.dim() == 0 or value.shape[0] != len(names) for value in values):
@@ -94,7 +94,7 @@ class Features:
             self._rows = rows
         elif [row.kind for row in rows] != [row.kind for row in self._rows]:
             raise ValueError(
-                f"rows of {', '.join(map(str, rows))} cannot stand beside rows of {', '.join(map(str, self._rows))}. "
+                f"rows of {', '.join(map(str, rows))} cannot be stored beside rows of {', '.join(map(str, self._rows))}. "
                 "Call begin with another key first, or bring samples to one shape (as padding all to one length does)."
             )
         fresh: dict[Hashable, int] = {}
@@ -105,7 +105,7 @@ class Features:
             self._write(fresh, [row.inward(value.detach()) for row, value in zip(self._rows, values, strict=True)])
 
     def _write(self, fresh: dict[Hashable, int], values: list[torch.Tensor]) -> None:
-        """Append what fits; `fresh` names the samples and where each stands in the batch."""
+        """Append what fits; `fresh` maps new samples to their position in the batch."""
         new, places = list(fresh), list(fresh.values())
         done = 0
         while done < len(new) and (self._room() or self._grow(len(new) - done)):
@@ -123,11 +123,11 @@ class Features:
         self.stored += done
 
     def _room(self) -> int:
-        """Rows that are free in the last chunk."""
+        """Free rows in the last chunk."""
         return self._chunks[-1].stop - len(self._at) if self._chunks else 0
 
     def _grow(self, wanted: int) -> bool:
-        """Another chunk, where the limit allows one more row. What is there stays where it is, so nothing is held twice."""
+        """Allocate another chunk, if the limit allows one more row. Existing rows are not copied."""
         each = max(sum(row.bytes for row in self._rows), 1)
         held = len(self._at)
         count = min(max(_FIRST // each, 7 * held, wanted), self.limit // each - held)
@@ -139,7 +139,7 @@ class Features:
         return True
 
     def _gather(self, rows: list[int], device: torch.device) -> tuple[torch.Tensor, ...]:
-        """One index_select per value from the chunk that holds most; what stands elsewhere is written over it."""
+        """One index_select per value from the chunk with most rows; then write the rows of other chunks."""
         held = len(self._at)
         main = max(self._chunks, key=lambda chunk: min(chunk.stop, held) - chunk.start)
         start, stop = main.start, main.stop
@@ -148,7 +148,7 @@ class Features:
         upload = self.device.type == "cpu" and device.type == "cuda"
         found = []
         for pool in main.pools:
-            if upload:  # from pinned memory, so that the copy does not wait for what the device is doing
+            if upload:  # from pinned memory, so that the copy is asynchronous
                 out = torch.empty((len(rows), *pool.shape[1:]), dtype=pool.dtype, device="cpu", pin_memory=True)
                 found.append(torch.index_select(pool, 0, index, out=out))
             else:
@@ -158,10 +158,10 @@ class Features:
         return tuple(row.outward(out.to(device, non_blocking=upload)) for row, out in zip(self._rows, found, strict=True))
 
     def _index(self, numbers: list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(self.device)  # half the time of torch.tensor
+        return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(self.device)  # twice as fast as torch.tensor
 
     def _fetch(self, strays: list[int], rows: list[int], into: list[torch.Tensor]) -> None:
-        """Write the rows that belong to these places. On a CPU as bytes: `index_copy_` takes several times as long there."""
+        """Write the rows at these positions of the batch. On a CPU as bytes: `index_copy_` is several times slower there."""
         if self.device.type == "cpu":
             raw = [_raw(out) for out in into]
             for place in strays:
@@ -197,7 +197,7 @@ def _raw(pool: torch.Tensor) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Row:
-    """One sample's part of a value: what it looks like to the user, and how it is kept."""
+    """One sample's row of a value: its shape and dtype for the user, and how it is stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -249,7 +249,7 @@ def _bytes(limit: int | str) -> int:
 
 
 def _names(ids: Sequence[Hashable] | torch.Tensor) -> list[Hashable]:
-    """Ids as values that find each other again: a tensor is hashed by what it is, not by what it holds."""
+    """Ids as values: a tensor is hashed by identity, so take its content."""
     if isinstance(ids, (torch.Tensor, np.ndarray)):
         if ids.ndim != 1:
             raise ValueError(f"ids of shape {tuple(ids.shape)}: give one id per sample, in one dimension.")

@@ -1,11 +1,12 @@
-"""Whatever lies before the first chosen parameter is inference: run it as such, or not at all where its results are kept.
+"""The prefix engine: the frozen part before the first trained parameter runs as inference, or comes from a cache.
 
-The program of a forward pass is recorded once (see `program`) and followed in later passes, call by call. Calls of the part
-that needs no gradient run without other modes, channels-last, and with batch norms folded into the convolutions before them, or
-on CUDA in one kernel with the clipping after them; weights that are rounded are left as they are. On a hit in the feature cache
-they do not run, and tensors without memory stand for what nobody reads. Every other call runs as the user wrote it, on values
-that lie in memory as they would have; but norms at rest between what is chosen may run in such kernels, too. Where a pass
-strays from its program, it goes on plainly.
+The program of a forward pass is recorded once (`record`) and replayed in later passes, call by call (`replay`). Calls of the
+prefix run without autograd modes, channels-last, and with batch norms folded into the convolutions before them; on CUDA a norm
+runs in one kernel with the clipping after it. Low-precision weights are not folded. On a hit in the feature cache the prefix
+does not run, and placeholders stand for values that nobody reads.
+
+Every other call runs as the user wrote it, on values with the original memory format. Frozen norms between trained layers may
+run in fused kernels too. If a pass diverges from its program, it goes on as plain PyTorch.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as _globals
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pliant.engine.derived_weights import Made
+from pliant.engine.derived_weights import Derived
 from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
-from pliant.engine.prefix.prefix_plan import NEW, Plan, Weights
-from pliant.engine.prefix.record import Recorder, random_state, set_random_state, unwatched
-from pliant.engine.prefix.replay import KEPT, LEAKS, Hit, Miss, Strayed, autocast
+from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
+from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
+from pliant.engine.prefix.replay import KEPT, LEAKS, Diverged, Hit, Miss, autocast
 from pliant.runtime import batches
+from pliant.runtime.torch_internals import GLOBAL_FORWARD_HOOKS, without_function_modes
 
 _PROGRAMS = 8  # kept at a time
-_STRAYED = 3  # so often a pass may leave its program before we stop recording them, and once more in twenty that do not
+_MAX_DIVERGED = 3  # passes that may diverge before recording stops, and one more for every 20 that do not
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a cache holds for a batch."""
+class CachedRows:
+    """The rows of a feature cache for a batch."""
 
-    rows: tuple[torch.Tensor, ...] | None  # what the part gives; None: a sample is missing
-    needed: frozenset[int]  # which of the batch's tensors are read besides
+    rows: tuple[torch.Tensor, ...] | None  # the outputs of the prefix; None: a sample is missing
+    needed: frozenset[int]  # the tensors of the batch that are read nevertheless
 
 
 class Prefix:
-    """Runs forward passes with what needs no gradient as inference.
+    """Runs forward passes, and what needs no gradient as inference.
 
     >>> import torch
     >>> from torch import nn
@@ -56,7 +57,7 @@ class Prefix:
     """
 
     def __init__(self, model: nn.Module, features: Features | None = None, dtype: torch.dtype | None = None) -> None:
-        """`features` keep what the part gives by sample; `dtype` is what its convolutions and linear layers compute in."""
+        """`features` caches the outputs of the prefix by sample; `dtype` is that of its convolutions and linear layers."""
         self.model, self.features, self.dtype = model, features, dtype
         self.reasons: dict[str, str] = {}  # what it does not do, and why
         self._weights = Weights()
@@ -64,24 +65,24 @@ class Prefix:
         self.forget()
 
     def forget(self) -> None:
-        """Drop programs, folded weights and features; then look anew."""
-        self._programs: OrderedDict[Hashable, Plan] = OrderedDict()
-        self._alike: list[Plan] = []  # the last ones whose results were kept
-        self._strayed = self._followed = 0
+        """Drop programs, folded weights and features."""
+        self._programs: OrderedDict[Hashable, PrefixPlan] = OrderedDict()
+        self._alike: list[PrefixPlan] = []  # the last ones whose results were kept
+        self._diverged = self._replayed = 0
         self._weights.clear()
         self.reasons.clear()
         if self.features is not None:
             self.features.begin(None)
 
-    def made(self, batch: Any, ids: Any = None, choice: Hashable = None) -> list[Made]:
-        """What was made of weights for the program of this batch, fit for use."""
-        with unwatched():
+    def derived(self, batch: Any, ids: Any = None, choice: Hashable = None) -> list[Derived]:
+        """The tensors derived from weights for the program of this batch, up to date."""
+        with without_function_modes():
             kept = self.features is not None and ids is not None
             plan = self._programs.get(self._key(list(batches.tensors(batch)), kept, choice)[0])
-            made = list(plan.weights.values()) if plan is not None else []
-            for one in made:
+            derived = list(plan.weights.values()) if plan is not None else []
+            for one in derived:
                 one.refresh()
-            return made
+            return derived
 
     def run(
         self,
@@ -89,19 +90,18 @@ class Prefix:
         batch: Any,
         ids: Sequence[Hashable] | torch.Tensor | None = None,
         choice: Hashable = None,
-        found: Found | None = None,
-        rests: bool = False,
+        found: CachedRows | None = None,
+        fuse_norms: bool = False,
     ) -> torch.Tensor:
-        """forward() (the user's loss of this batch), what needs no gradient as inference or from the cache.
+        """forward() (the user's loss of this batch), and what needs no gradient as inference or from the cache.
 
-        `choice` stands for what is chosen besides whole parameters: with another one, other programs apply. `found` is what
-        `find` found, if that was asked before: what it gives is then taken from there. `rests`: norms at rest between what is
-        chosen run in one kernel there and one back, where there are such.
+        `choice` identifies what is chosen besides whole parameters: each has its own programs. `found` is the result of `find`,
+        if that was called before. `fuse_norms`: frozen norms between trained layers run in fused kernels, if there are any.
         """
-        if self._strayed >= _STRAYED + self._followed // 20:
+        if self._diverged >= _MAX_DIVERGED + self._replayed // 20:
             self.reasons["prefix"] = "the program changes from step to step"
             return forward()
-        with unwatched():
+        with without_function_modes():
             tensors = list(batches.tensors(batch))
             kept = self.features is not None and ids is not None
             samples = len(ids) if kept and ids is not None else None
@@ -110,42 +110,42 @@ class Prefix:
         if plan is None:
             return self._record(key, forward, tensors, samples, is_hooked)
         self._programs.move_to_end(key)
-        self._tell(plan, kept)
+        self._set_reasons(plan, kept)
         is_cached = kept and plan.program.uncacheable is None
-        if (plan.is_idle or not (plan.pays or is_cached)) and not (rests and plan.resting):
+        if (plan.is_idle or not (plan.pays or is_cached)) and not (fuse_norms and plan.frozen_norms):
             return forward()
         rows = found.rows if found is not None else None
         if is_cached and found is None and self.features is not None:
-            with unwatched():
+            with without_function_modes():
                 rows = self._look_up(self.features, plan, tensors, ids)
-        return self._follow(key, plan, forward, tensors, ids if is_cached else None, rows, rests)
+        return self._replay(key, plan, forward, tensors, ids if is_cached else None, rows, fuse_norms)
 
-    def find(self, batch: Any, ids: Any, choice: Hashable = None) -> Found | None:
-        """What the cache holds for a batch, without running anything; None where its program is not known or not kept."""
-        with unwatched():
+    def find(self, batch: Any, ids: Any, choice: Hashable = None) -> CachedRows | None:
+        """The cached rows of a batch, without running anything; None if its program is not known or cannot be cached."""
+        with without_function_modes():
             tensors = list(batches.tensors(batch))
             key, _ = self._key(tensors, True, choice)
             plan = self._programs.get(key)
             if plan is None or plan.is_idle or plan.program.uncacheable is not None or self.features is None:
                 return None
-            return Found(self._look_up(self.features, plan, tensors, ids), plan.needed(tensors))
+            return CachedRows(self._look_up(self.features, plan, tensors, ids), plan.needed(tensors))
 
-    def _look_up(self, features: Features, plan: Plan, batch: list[torch.Tensor], ids: Any) -> Any:
+    def _look_up(self, features: Features, plan: PrefixPlan, batch: list[torch.Tensor], ids: Any) -> Any:
         if plan.like is None:
             plan.like = next((one.like for one in self._alike if plan.keeps_like(one)), next(NEW))
             self._alike = [*self._alike[1 - _PROGRAMS :], plan]
         shapes = tuple((tensor.shape[1:], tensor.dtype) for tensor in batch)
-        features.begin((_autocast(), shapes, plan.like, plan.signature()))  # whatever else is chosen behind it
+        features.begin((_autocast(), shapes, plan.like, plan.signature()))  # whatever is chosen after the prefix
         return features.get(ids, plan.values[plan.frontier[0]].device)
 
     def knows(self, batch: Any, ids: Any = None, choice: Hashable = None) -> bool:
-        """Whether `run` would follow a program, and not record one."""
-        with unwatched():
+        """Whether `run` would replay a program, and not record one."""
+        with without_function_modes():
             kept = self.features is not None and ids is not None
             return self._key(list(batches.tensors(batch)), kept, choice)[0] in self._programs
 
     def _key(self, tensors: list[torch.Tensor], kept: bool, choice: Hashable) -> tuple[tuple[Any, ...], bool]:
-        """What says which program runs; and whether modules have hooks."""
+        """The key of the program; and whether modules have hooks."""
         state, is_hooked = _state(self.model)
         inside = choice, state, _autocast(), torch.is_grad_enabled()
         return (kept, inside, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)), is_hooked
@@ -158,46 +158,46 @@ class Prefix:
         samples: int | None,
         is_hooked: bool,
     ) -> torch.Tensor:
-        with unwatched():
-            recorder = Recorder(batch, samples)
+        with without_function_modes():
+            recorder = ProgramRecorder(batch, samples)
         if is_hooked:
             recorder.uncacheable = recorder.uncacheable or "modules have forward hooks"
         with recorder:
             out = forward()
-        with unwatched():
-            plan = Plan(recorder.program(), self.model, self._names, self.dtype)
-            for kind in {tensor.device.type for tensor in batch} if plan.folds or plan.resting else ():
+        with without_function_modes():
+            plan = PrefixPlan(recorder.program(), self.model, self._names, self.dtype)
+            for kind in {tensor.device.type for tensor in batch} if plan.folds or plan.frozen_norms else ():
                 norm_kernels(kind)
         self._programs[key] = plan
         while len(self._programs) > _PROGRAMS:
             self._programs.popitem(last=False)
         self._weights.keep({fold for plan in self._programs.values() for fold in plan.weights})
-        self._tell(plan, samples is not None)
+        self._set_reasons(plan, samples is not None)
         return out
 
-    def _tell(self, plan: Plan, kept: bool) -> None:
-        """What is not done in this program."""
+    def _set_reasons(self, plan: PrefixPlan, kept: bool) -> None:
+        """Take over the reasons for what is not done in this program."""
         self.reasons = dict(plan.reasons)
         if kept and plan.program.uncacheable is not None:
             self.reasons["cache"] = plan.program.uncacheable
 
-    def _follow(
+    def _replay(
         self,
         key: Hashable,
-        plan: Plan,
+        plan: PrefixPlan,
         forward: Callable[[], torch.Tensor],
         batch: list[torch.Tensor],
         ids: Any,
         found: Any,
-        rests: bool,
+        fuse_norms: bool,
     ) -> torch.Tensor:
         program = plan.program
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         drawn = random_state() if found is not None and not captures else None
         if found is not None:
-            mode: Hit | Miss = Hit(plan, batch, self._weights, found, rests)
+            mode: Hit | Miss = Hit(plan, batch, self._weights, found, fuse_norms)
         else:
-            mode = Miss(plan, batch, self._weights, ids is not None, rests)
+            mode = Miss(plan, batch, self._weights, ids is not None, fuse_norms)
         try:
             failed = True
             try:
@@ -205,39 +205,39 @@ class Prefix:
                     out = forward()
                 failed = False
             finally:
-                with unwatched():
+                with without_function_modes():
                     mode.close(failed)
             if mode.leaks():
                 gc.collect()
                 if mode.leaks():
-                    raise Strayed(mode.leak)
-        except Strayed as why:
-            mode.strayed = str(why)
+                    raise Diverged(mode.leak)
+        except Diverged as why:
+            mode.diverged = str(why)
             if drawn is not None:
                 set_random_state(drawn)
             out = forward()
-        if mode.strayed is None:
-            self._followed += 1
+        if mode.diverged is None:
+            self._replayed += 1
             if isinstance(mode, Miss) and ids is not None and self.features is not None:
-                with unwatched():
+                with without_function_modes():
                     if mode.is_whole():
-                        self.features.put(ids, tuple(mode.handed_on[number][0].detach() for number in plan.frontier))
-        elif mode.strayed == LEAKS:
-            program.uncacheable = self.reasons["cache"] = mode.strayed
-        elif mode.strayed == KEPT:
+                        self.features.put(ids, tuple(mode.outputs[number][0].detach() for number in plan.frontier))
+        elif mode.diverged == LEAKS:
+            program.uncacheable = self.reasons["cache"] = mode.diverged
+        elif mode.diverged == KEPT:
             plan.folds.clear()
-            plan.reasons["folding"] = self.reasons["folding"] = mode.strayed
+            plan.reasons["folding"] = self.reasons["folding"] = mode.diverged
         else:
-            self._strayed += 1
-            self.reasons["program"] = mode.strayed
+            self._diverged += 1
+            self.reasons["program"] = mode.diverged
             self._programs.pop(key, None)
         return out
 
 
 def _state(model: nn.Module) -> tuple[Hashable, bool]:
-    """What in a model says which program runs; and whether a module inside of it has hooks."""
+    """The state of a model that decides which program runs; and whether a module inside of it has hooks."""
     parts: list[Any] = []
-    stack, seen, is_hooked = [model], {id(model)}, bool(_globals._global_forward_hooks or _globals._global_forward_pre_hooks)
+    stack, seen, is_hooked = [model], {id(model)}, any(GLOBAL_FORWARD_HOOKS)
     while stack:
         inside = stack.pop()
         parts.append(inside.training)

@@ -1,6 +1,6 @@
-"""The gradient of some channels of a convolution or a linear layer, computed from just what it takes.
+"""The gradient of some channels of a convolution or a linear layer, computed without the other channels.
 
-A slice of outputs is a smaller layer; a slice of inputs is one too, and keeps just those channels of the activation.
+A slice of outputs is a smaller layer. So is a slice of inputs, which saves only those channels of the activation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from pliant.engine.kernels.arm import depthwise
+from pliant.runtime.torch_internals import is_any_autocast_enabled
 
 
 class Index:
-    """Positions along a dimension, sorted. One run of neighbours is seen without a copy."""
+    """Sorted positions along a dimension. Contiguous positions are read without a copy."""
 
     def __init__(self, at: Iterable[int]) -> None:
         self.at = tuple(at)
@@ -32,7 +33,7 @@ class Index:
         return len(self.at)
 
     def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """What stands at these positions."""
+        """The elements at these positions."""
         if self.is_run:
             return tensor.narrow(dim, self.at[0], len(self.at))
         return tensor.index_select(dim, self._tensor(tensor.device))
@@ -51,10 +52,10 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlicePlan:
     """How the gradient of a weight's slice is computed: a layer of `groups`, from some inputs to some outputs.
 
-    None means all of them. `pick` are the rows of the result that were asked for, where not all of them were.
+    None means all of them. `pick` selects the chosen rows of the result; None: all of them.
     """
 
     inputs: Index | None
@@ -64,15 +65,15 @@ class Plan:
     pick: Index | None = None
 
     def keep(self, input: torch.Tensor, dim: int) -> torch.Tensor:
-        """What is to be kept of the input: a copy of some channels, so that the others can go."""
+        """What to save of the input: a copy of some channels, so that the others can be freed."""
         if self.inputs is None:
             return input
         some = self.inputs.take(input, dim)
         last = torch.channels_last if _is_channels_last(input) else torch.contiguous_format
         return some.clone(memory_format=last) if self.inputs.is_run else some.contiguous(memory_format=last)
 
-    def of(self, grad: torch.Tensor, dim: int) -> torch.Tensor:
-        """The gradient of the outputs in question."""
+    def select(self, grad: torch.Tensor, dim: int) -> torch.Tensor:
+        """The gradient of the chosen outputs."""
         return grad if self.outputs is None else self.outputs.take(grad, dim)
 
 
@@ -84,17 +85,17 @@ class Settings:
     groups: int
 
 
-def _remember(
+def _save(
     ctx: Any,
     input: torch.Tensor,
     weight: torch.Tensor,
     weight_leaf: torch.Tensor | None,
     bias_leaf: torch.Tensor | None,
-    plan: Plan | None,
+    plan: SlicePlan | None,
     of_bias: Index | None,
     channels: int,
 ) -> None:
-    """Keep for backward what the gradients in question take; `channels` is the dimension of the input that has them."""
+    """Save for backward what the needed gradients read; `channels` is the channel dimension of the input."""
     ctx.plan, ctx.of_bias = plan, of_bias
     ctx.dtype, ctx.bias_dtype = (None if leaf is None else leaf.dtype for leaf in (weight_leaf, bias_leaf))
     kept = input if ctx.needs_input_grad[1] else None if plan is None else plan.keep(input, channels)
@@ -112,12 +113,12 @@ class Convolution(torch.autograd.Function):
         bias: torch.Tensor | None,
         weight_leaf: torch.Tensor | None,
         bias_leaf: torch.Tensor | None,
-        plan: Plan | None,
+        plan: SlicePlan | None,
         of_bias: Index | None,
         func: Callable[..., torch.Tensor],
         at: Settings,
     ) -> torch.Tensor:
-        _remember(ctx, input, weight, weight_leaf, bias_leaf, plan, of_bias, 1)
+        _save(ctx, input, weight, weight_leaf, bias_leaf, plan, of_bias, 1)
         ctx.at, ctx.input_shape, ctx.weight_shape = at, input.shape, weight.shape
         return func(input, weight, bias, at.stride, at.padding, at.dilation, at.groups)
 
@@ -128,17 +129,17 @@ class Convolution(torch.autograd.Function):
         d_input = d_weight = d_bias = d_weight_leaf = d_bias_leaf = None
         wants, at = tuple(ctx.needs_input_grad[:3]), ctx.at
         slow = wants[0] and depthwise.is_slow(grad, weight, at.stride, at.padding, at.dilation, at.groups)
-        if slow and max(at.stride) == 1:  # else it would take more MACs than a budget of them knows of
+        if slow and max(at.stride) == 1:  # else it would take more MACs than the budget counts
             d_input = depthwise.of_input(grad, weight, at.stride, at.padding, ctx.input_shape)
             wants = False, *wants[1:]
         if any(wants):
-            data = kept if wants[1] else nothing(ctx.input_shape, grad.dtype, grad.device)
-            kernel = _in_layout_of(grad, weight) if wants[0] else nothing(ctx.weight_shape, grad.dtype, grad.device)
+            data = kept if wants[1] else placeholder(ctx.input_shape, grad.dtype, grad.device)
+            kernel = _in_layout_of(grad, weight) if wants[0] else placeholder(ctx.weight_shape, grad.dtype, grad.device)
             others = _backward(grad, data, kernel, at, at.groups, wants)
             d_input, d_weight, d_bias = d_input if d_input is not None else others[0], *others[1:]
         if ctx.plan is not None:
-            plan: Plan = ctx.plan
-            d_weight_leaf = _of_weight(plan.of(grad, 1), kept, plan, ctx.at)
+            plan: SlicePlan = ctx.plan
+            d_weight_leaf = _of_weight(plan.select(grad, 1), kept, plan, ctx.at)
             if plan.pick is not None:
                 d_weight_leaf = plan.pick.take(d_weight_leaf, 0)
             d_weight_leaf = d_weight_leaf.to(ctx.dtype)
@@ -158,62 +159,66 @@ def _backward(
     )
 
 
-# On ARM processors the kernels for a weight's gradient take longer for few outputs than for many.
+# On ARM processors the kernels for the weight's gradient are slower for few outputs than for many.
 _WIDE_KERNELS_BY_PRODUCTS = platform.machine() in ("aarch64", "arm64")
 
 
-def _of_weight(grad: torch.Tensor, input: torch.Tensor, plan: Plan, at: Settings) -> torch.Tensor:
-    """The gradient of what the plan says of a weight, in the way that is the faster one here."""
+def _of_weight(grad: torch.Tensor, input: torch.Tensor, plan: SlicePlan, at: Settings) -> torch.Tensor:
+    """The gradient of the planned slice of a weight, computed in the faster way on this device."""
     exact = grad.device.type == "cpu" and grad.dtype in (torch.float32, torch.float64)
     wide = _WIDE_KERNELS_BY_PRODUCTS and plan.outputs is not None and math.prod(plan.shape[2:]) > 1
     if exact and plan.groups == 1 and (wide or _is_small(grad, plan)):
         return _by_products(grad, input, plan.shape, at)
-    return _backward(grad, input, nothing(plan.shape, grad.dtype, grad.device), at, plan.groups, (False, True, False))[1]
+    return _backward(grad, input, placeholder(plan.shape, grad.dtype, grad.device), at, plan.groups, (False, True, False))[1]
 
 
-_LARGE, _FEW = 512, 24  # positions of a map; channels
+_LARGE, _FEW = 512, 24  # positions of a feature map; channels
 
 
-def _is_small(grad: torch.Tensor, plan: Plan) -> bool:
-    """Whether products of matrices are faster than the kernels for convolutions: 1×1, and small maps or few channels."""
+def _is_small(grad: torch.Tensor, plan: SlicePlan) -> bool:
+    """Whether matrix products are faster than convolution kernels: 1×1 kernels with small feature maps or few channels."""
     if math.prod(plan.shape[2:]) != 1:
         return False
     return _is_channels_last(grad) or math.prod(grad.shape[2:]) < _LARGE or min(plan.shape[:2]) < _FEW
 
 
 def _by_products(grad: torch.Tensor, input: torch.Tensor, shape: tuple[int, ...], at: Settings) -> torch.Tensor:
-    """The same by one product of matrices for each place of the kernel."""
+    """The same by one matrix product for each position of the kernel."""
     out = grad.new_zeros(shape)
-    places = out.movedim((0, 1), (-2, -1))
+    positions = out.movedim((0, 1), (-2, -1))
     is_last = _is_channels_last(input)
-    for place in itertools.product(*map(range, shape[2:])):
+    for position in itertools.product(*map(range, shape[2:])):
         here, there = [slice(None)] * 2, [slice(None)] * 2
-        for spot, (i, stride, padding, dilation) in enumerate(zip(place, at.stride, at.padding, at.dilation, strict=True), 2):
-            first = i * dilation - padding  # where the first output finds its input
+        for spot, (i, stride, padding, dilation) in enumerate(
+            zip(position, at.stride, at.padding, at.dilation, strict=True), 2
+        ):
+            first = i * dilation - padding  # the input position of the first output
             low = max(0, -(first // stride))
             high = max(low, min(grad.shape[spot], (input.shape[spot] - 1 - first) // stride + 1))
             here.append(slice(low, high))
             there.append(slice(first + low * stride, max(first + (high - 1) * stride + 1, 0), stride))
         some, data = grad[tuple(here)], input[tuple(there)]
-        if not some.numel():  # nothing but padding lies there
+        if not some.numel():  # padding only
             continue
         if is_last:
             rows, values = (tensor.movedim(1, -1).reshape(-1, tensor.shape[1]) for tensor in (some, data))
-            places[place] = rows.t() @ values
+            positions[position] = rows.t() @ values
         else:
-            places[place] = _product(some, data)
+            positions[position] = _product(some, data)
     return out
 
 
 def _product(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """For each channel of a gradient and of an input the sum of their products over all positions of all samples."""
+    """For each pair of channels, the sum of products over all positions and samples."""
     grad, input = grad.flatten(2), input.flatten(2)
     few, many = (grad, input) if grad.shape[1] < input.shape[1] else (input, grad)
     if grad.shape[2] >= _LARGE and few.shape[1] < _FEW:
         out = torch.bmm(few, many.transpose(1, 2)).sum(0)
         return out if few is grad else out.t()
     out = grad.new_zeros(many.shape[1], few.shape[1])
-    for some, data in zip(many, few.transpose(1, 2).contiguous(), strict=True):  # a copy of the smaller one pays
+    for some, data in zip(
+        many, few.transpose(1, 2).contiguous(), strict=True
+    ):  # a contiguous copy of the smaller one is worth its time
         out.addmm_(some, data)
     return out.t() if few is grad else out
 
@@ -229,10 +234,10 @@ class Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         weight_leaf: torch.Tensor | None,
         bias_leaf: torch.Tensor | None,
-        plan: Plan | None,
+        plan: SlicePlan | None,
         of_bias: Index | None,
     ) -> torch.Tensor:
-        _remember(ctx, input, weight, weight_leaf, bias_leaf, plan, of_bias, -1)
+        _save(ctx, input, weight, weight_leaf, bias_leaf, plan, of_bias, -1)
         return F.linear(input, weight, bias)
 
     @staticmethod
@@ -249,20 +254,20 @@ class Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             d_bias = rows.sum(0)
         if ctx.plan is not None:
-            d_weight_leaf = (ctx.plan.of(rows, 1).t() @ data).to(ctx.dtype)
+            d_weight_leaf = (ctx.plan.select(rows, 1).t() @ data).to(ctx.dtype)
         if ctx.of_bias is not None:
             d_bias_leaf = ctx.of_bias.take(rows, 1).sum(0).to(ctx.bias_dtype)
         return d_input, d_weight, d_bias, d_weight_leaf, d_bias_leaf, None, None
 
 
 def as_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors in the type that autocast would give them."""
+    """The tensors in the dtype that autocast would give them."""
     dtype = _autocast_type(next(tensor.device.type for tensor in tensors if tensor is not None))
     return tensors if dtype is None else tuple(t if t is None or not _can_be_cast(t) else t.to(dtype) for t in tensors)
 
 
 def is_cast(tensor: torch.Tensor) -> bool:
-    """Whether autocast would give a tensor another type."""
+    """Whether autocast would change the dtype of a tensor."""
     dtype = _autocast_type(tensor.device.type)
     return dtype is not None and _can_be_cast(tensor) and tensor.dtype != dtype
 
@@ -272,18 +277,15 @@ def _can_be_cast(tensor: torch.Tensor) -> bool:
 
 
 def _autocast_type(device: str) -> torch.dtype | None:
-    """What autocast casts to on such a device, if it is on."""
-    if not _is_any_autocast_enabled() or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    """The dtype of autocast on such a device, if it is on."""
+    if not is_any_autocast_enabled() or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
 
 
-_is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # whatever the device: told at once
-
-
 @lru_cache(maxsize=1024)
-def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without memory of its own, for kernels that do not read the values."""
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without memory of its own, for kernels that do not read its values."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
@@ -292,13 +294,13 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def _in_layout_of(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Kernels follow the layout of the input or of the weight; where the input is but a shape, the weight has to tell."""
+    """The weight in the memory format of the gradient: kernels follow it where the input is a placeholder."""
     if not _is_channels_last(grad) or _is_channels_last(weight):
         return weight
     return torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight)
 
 
 def spread(value: Any, count: int) -> list[int]:
-    """A setting for each dimension in space."""
+    """A setting for each spatial dimension."""
     values = [value] if isinstance(value, int) else list(value)
     return values * count if len(values) == 1 else values

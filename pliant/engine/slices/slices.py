@@ -1,9 +1,9 @@
 """Train a slice of a parameter: its gradient and its optimizer state are as small as the slice.
 
-A mask on a whole gradient saves nothing. Here a leaf tensor without memory of its own stands for the slice in autograd: the
-functions that use the parameter run as ever in the forward pass, and compute and keep for backward just what the slice
-needs. Slices of output channels save the time of the weight gradient; those of input channels also keep the chosen
-channels of the input alone. For the moment of the optimizer's step, a parameter that is the slice takes the whole one's place.
+A mask on a whole gradient saves nothing. Here a leaf tensor without memory stands for the slice in autograd. Functions that use
+the parameter run as usual in the forward pass, and save and compute only what the slice needs. Slices of output channels save
+time of the weight gradient; slices of input channels also save memory, since only those channels of the input are kept.
+During the optimizer's step, a parameter that holds the slice replaces the whole one.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch.overrides import TorchFunctionMode
 
 from pliant.core.types import Part
 from pliant.engine.kernels.arm import depthwise
-from pliant.engine.slices.sliced_gradients import Convolution, Index, Linear, Plan, Settings, as_autocast, spread
+from pliant.engine.slices.sliced_gradients import Convolution, Index, Linear, Settings, SlicePlan, as_autocast, spread
 from pliant.runtime.trainable import ELEMENTWISE
 
 
 def check_elementwise(optimizer: optim.Optimizer) -> None:
-    """Refuse an optimizer that is not known to treat every element by itself."""
+    """Refuse an optimizer that is not known to update every element independently."""
     if type(optimizer) not in ELEMENTWISE:  # a class that inherits from one of them may do anything
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ValueError(
-            f"{type(optimizer).__name__} cannot train slices of a parameter: it is not known to treat every element by itself. "
-            f"Use one of {known}, or choose whole parameters: units.layers() instead of units.channels()."
+            f"{type(optimizer).__name__} cannot train slices of a parameter: it is not known to update every element "
+            f"independently. Use one of {known}, or choose whole parameters: units.layers() instead of units.channels()."
         )
 
 
 class Slices:
-    """The parameters of which only a slice trains.
+    """The parameters of which only a slice is trained.
 
     >>> import torch
     >>> layer = torch.nn.Linear(4, 6, bias=False)
@@ -45,14 +45,14 @@ class Slices:
     >>> slices.grads()["weight"].shape
     torch.Size([2, 4])
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    >>> with slices.standing_in(optimizer):
+    >>> with slices.swapped_in(optimizer):
     ...     optimizer.step()
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], parts: Iterable[Part]) -> None:
-        """Checks first and changes then: sliced parameters no longer require a gradient, and lose the one they have.
+        """After all checks, sliced parameters no longer require a gradient, and their gradient is dropped.
 
-        Parts of one parameter are merged. One that is whole, or whose parts together are, is left to ordinary training.
+        Parts of one parameter are merged. A parameter whose parts cover it is trained as usual.
         """
         self._slices = {name: _Slice(name, params[name], dim, index) for name, (dim, index) in _merged(params, parts).items()}
         self._by_id = {id(one.param): one for one in self._slices.values()}
@@ -66,15 +66,15 @@ class Slices:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The slice that trains, by name of its parameter."""
+        """The trained slices, by name of the parameter."""
         return {name: Part(name, one.dim, one.index.at) for name, one in self._slices.items()}
 
     def grads(self) -> dict[str, torch.Tensor]:
-        """Gradients of the slices that have one; each as small as its slice."""
+        """Gradients of the slices that have one, in the shape of the slice."""
         return {name: one.leaf.grad for name, one in self._slices.items() if one.leaf.grad is not None}
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """What stands for each slice in autograd: where gradients gather. It holds no values."""
+        """The leaf of each slice in autograd, which gets its gradient and holds no values."""
         return {name: one.leaf for name, one in self._slices.items()}
 
     def zero_grad(self) -> None:
@@ -90,10 +90,10 @@ class Slices:
     # ------------------------------------------------------------ forward
 
     def call(self, func: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> torch.Tensor | None:
-        """The result of a torch function that uses a sliced parameter, or of a depthwise convolution whose gradients are slow
-        elsewhere; None for all others, and where no gradient is wanted.
+        """The result of a torch function that uses a sliced parameter, or of a depthwise convolution with a custom kernel; None
+        for all others, and if gradients are off.
 
-        A function that has no sliced gradient is refused: the parameter would silently stay as it is.
+        A function without a sliced gradient is refused: the parameter would silently not be trained.
         """
         kwargs = kwargs or {}
         used = self._used((*args, *kwargs.values()))
@@ -142,16 +142,16 @@ class Slices:
         if padding == "same" and max(stride) == 1:
             totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
             padding = [total // 2 for total in totals]
-            if any(total % 2 for total in totals):  # one more behind than in front, as torch does it
+            if any(total % 2 for total in totals):  # one more at the end, as PyTorch does
                 input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
         elif isinstance(padding, str):
             if padding != "valid":
-                return func(input, weight, bias, stride, padding, dilation, groups)  # says what is wrong with it
+                return func(input, weight, bias, stride, padding, dilation, groups)  # raises PyTorch's error
             padding = 0
         input, *tensors = as_autocast(input, *map(_detached, (weight, bias), (of_weight, of_bias)))
         plan = None if of_weight is None else of_weight.plan(groups)
         settings = Settings(stride, spread(padding, spots), dilation, groups)
-        alone = input.dim() == weight.dim() - 1  # one sample without a batch
+        alone = input.dim() == weight.dim() - 1  # a single sample without a batch dimension
         data = input.unsqueeze(0) if alone else input
         out = Convolution.apply(data, *tensors, _leaf(of_weight), _leaf(of_bias), plan, _index(of_bias), func, settings)
         return out.squeeze(0) if alone else out
@@ -159,11 +159,11 @@ class Slices:
     # ------------------------------------------------------------ the optimizer's step
 
     @contextmanager
-    def standing_in(self, optimizer: optim.Optimizer) -> Iterator[None]:
-        """In here the optimizer holds, for each sliced parameter with a gradient, a parameter that is just the slice.
+    def swapped_in(self, optimizer: optim.Optimizer) -> Iterator[None]:
+        """Inside, the optimizer holds, for each sliced parameter with a gradient, a parameter that is only the slice.
 
-        Clipping, scaling and stepping go inside. Afterwards the groups and `optimizer.state` are as they were, whole
-        parameters have the slice's new values, and the slices' own optimizer state is kept here; also if a step raises.
+        Clipping, scaling and stepping go inside. Afterwards the groups and `optimizer.state` are restored, whole parameters
+        have the new values, and the optimizer state of the slices is stored here; also if a step raises.
         """
         check_elementwise(optimizer)
         placed: list[tuple[list[Any], int, _Slice, nn.Parameter]] = []
@@ -196,17 +196,17 @@ class Slices:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state of the same slices."""
+        """Restore a saved state of the same slices."""
         for name, saved in state.items():
             one = self._slices.get(name)
             if one is None or (one.dim, one.index.at) != (saved["dim"], tuple(saved["index"])):
                 raise ValueError(f"this state is of another choice: the slice of {name!r} that it knows is not chosen here.")
-        self._state = {name: self._slices[name].at_home(saved["state"]) for name, saved in state.items()}
+        self._state = {name: self._slices[name].on_own_device(saved["state"]) for name, saved in state.items()}
 
     def carry_over(self, old: Slices, optimizer: optim.Optimizer) -> None:
-        """Take on the optimizer state of an earlier choice: that of channels which stay; those that are new start afresh.
+        """Take over the optimizer state of an earlier choice for the channels that stay; new channels start with a fresh state.
 
-        What counts steps goes on counting. A parameter that was cut along another dimension starts afresh.
+        Step counts continue. A parameter that was sliced along another dimension starts with a fresh state.
         """
         groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         for name, one in self._slices.items():
@@ -227,7 +227,7 @@ class Slices:
 
 
 def _merged(params: Mapping[str, nn.Parameter], parts: Iterable[Part]) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """The one slice of each parameter that its parts make together; parameters that train whole are left out."""
+    """The union of the parts of each parameter; parameters that are trained whole are left out."""
     found: dict[str, dict[int, set[int]]] = {}
     whole = set()
     for part in parts:
@@ -266,34 +266,34 @@ class _Slice:
         shape = list(param.shape)
         shape[dim] = len(index)
         self.leaf = torch.zeros((), dtype=param.dtype, device=param.device).expand(shape).requires_grad_()
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, SlicePlan] = {}
 
-    def plan(self, groups: int) -> Plan:
-        """How a layer of so many groups computes this slice of its weight's gradient."""
+    def plan(self, groups: int) -> SlicePlan:
+        """How a layer with this number of groups computes the slice of its weight's gradient."""
         if groups not in self._plans:
             self._plans[groups] = self._inputs(groups) if self.dim == 1 else self._outputs(groups)
         return self._plans[groups]
 
-    def _inputs(self, groups: int) -> Plan:
+    def _inputs(self, groups: int) -> SlicePlan:
         """The chosen channels of each group's input."""
         per = self.param.shape[1]
         inputs = Index(g * per + i for g in range(groups) for i in self.index.at)
-        return Plan(inputs, None, groups, tuple(self.leaf.shape))
+        return SlicePlan(inputs, None, groups, tuple(self.leaf.shape))
 
-    def _outputs(self, groups: int) -> Plan:
+    def _outputs(self, groups: int) -> SlicePlan:
         """The groups with a chosen output: their inputs, and as many outputs of each, or all where these are not the same."""
         out, per_in = self.param.shape[:2]
         per = out // groups
         counts = Counter(i // per for i in self.index.at)
         inputs = None if len(counts) == groups else Index(g * per_in + i for g in counts for i in range(per_in))
         if len(set(counts.values())) == 1:
-            return Plan(inputs, self.index, len(counts), tuple(self.leaf.shape))
+            return SlicePlan(inputs, self.index, len(counts), tuple(self.leaf.shape))
         rows = [g * per + i for g in counts for i in range(per)]
         shape = (len(rows), *self.leaf.shape[1:])
-        return Plan(inputs, Index(rows), len(counts), shape, Index(map(rows.index, self.index.at)))
+        return SlicePlan(inputs, Index(rows), len(counts), shape, Index(map(rows.index, self.index.at)))
 
     def cut(self) -> nn.Parameter:
-        """A parameter that is the slice, with its gradient: in the whole one's memory if it lies there in one piece."""
+        """A parameter that is the slice, with its gradient; it shares memory with the whole one if the slice is contiguous."""
         values = self.index.take(self.param.detach(), self.dim)
         if not values.is_contiguous():
             values = values.contiguous()
@@ -307,11 +307,11 @@ class _Slice:
             with torch.no_grad():
                 self.index.put_(self.param, self.dim, cut)
 
-    def at_home(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of an optimizer state of this slice, where the parameter is."""
-        return {key: self._home(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    def on_own_device(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of an optimizer state of this slice, on the parameter's device."""
+        return {key: self._moved(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
-    def _home(self, value: torch.Tensor) -> torch.Tensor:
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self.param.device, copy=True) if value.shape == self.leaf.shape else value.clone()
 
 
@@ -320,24 +320,24 @@ class _Slice:
 _START = {
     "step_size": "lr",
     "sum": "initial_accumulator_value",
-}  # what does not start from zero → the setting that it starts from
+}  # state that does not start from zero → the setting that it starts from
 
 
 def _begin(one: _Slice, optimizer: optim.Optimizer, group: Mapping[str, Any], cut: nn.Parameter) -> dict[str, Any]:
-    """The state that a slice starts from: its part of the whole parameter's, where the optimizer has that."""
+    """The initial state of a slice: its part of the whole parameter's state, if the optimizer has that."""
     whole = optimizer.state.get(one.param)
     if whole:
         same = one.param.shape
         state = {k: one.index.take(v, one.dim) if torch.is_tensor(v) and v.shape == same else v for k, v in whole.items()}
         return {key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()}
-    if isinstance(optimizer, optim.Adagrad):  # makes its state when it is built, not at the first step
+    if isinstance(optimizer, optim.Adagrad):  # creates its state when it is built, not at the first step
         settings = {key: value for key, value in group.items() if key in ("initial_accumulator_value", "fused")}
         return dict(optim.Adagrad([cut], **settings).state[cut])
     return {}
 
 
 def _placed(state: dict[str, Any], group: Mapping[str, Any], cut: nn.Parameter) -> dict[str, Any]:
-    """Some optimizers want everything on the parameter's device."""
+    """Some optimizers need the whole state on the parameter's device."""
     if not (group.get("capturable") or group.get("fused")):
         return state
     return {key: value.to(cut.device) if torch.is_tensor(value) else value for key, value in state.items()}
@@ -352,19 +352,19 @@ def _index(one: _Slice | None) -> Index | None:
 
 
 def _detached(tensor: torch.Tensor | None, one: _Slice | None) -> torch.Tensor | None:
-    """A sliced parameter takes part as it is, and its leaf takes the gradient."""
+    """A sliced parameter is detached: its leaf gets the gradient."""
     return tensor if tensor is None or one is None else tensor.detach()
 
 
 def _is_float(result: Any) -> bool:
-    """Whether a result is, or has in it, something that a gradient could flow from."""
+    """Whether a result is, or contains, a floating-point tensor."""
     if isinstance(result, (list, tuple)):
         return any(map(_is_float, result))
     return isinstance(result, torch.Tensor) and result.is_floating_point()
 
 
 _TENSOR: Any = torch.Tensor
-_HARMLESS: frozenset[Any] = frozenset(  # give a tensor, but not one that depends on the values by way of autograd
+_HARMLESS: frozenset[Any] = frozenset(  # return a tensor that does not depend on the values through autograd
     (
         *(_TENSOR.data.__get__, _TENSOR.grad.__get__, torch.Tensor.detach, torch.detach, torch.Tensor.requires_grad_),
         *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like),

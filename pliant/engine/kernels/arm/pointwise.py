@@ -1,7 +1,7 @@
-"""Convolutions of single positions (1×1) on ARM processors, as products of matrices.
+"""1×1 convolutions on ARM processors, as matrix products.
 
-PyTorch goes through the samples of a small batch one by one, which is slow where each has few positions; for larger batches,
-and with several threads, it calls kernels whose gradients take up to twenty times what a product takes.
+PyTorch runs the samples of a small batch one by one, which is slow for small feature maps. For larger batches, and with several
+threads, it calls kernels whose gradients take up to twenty times as long as a matrix product.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from pliant.engine.kernels.arm.processor import exactly, is_asked, is_differentiated, is_slow, one
+from pliant.engine.kernels.arm.processor import is_differentiated, is_needed, is_slow, uniform, without_autocast
 
-_TINY = 16  # positions of a sample up to which one product for the whole batch is worth a copy that puts its channels first
-_FEW = 64  # the same where it is that or one product for each sample
-_MANY = 256  # positions from which on PyTorch's gradients of the weight are as fast
-_LARGE = 16  # samples from which on PyTorch calls other kernels
-_SOME = 4  # samples that are worth calling Python for
+_TINY = 16  # positions up to which one product for the whole batch is worth a transposed copy
+_FEW = 64  # the same, compared with one product for each sample
+_MANY = 256  # positions from which PyTorch's weight gradient is as fast
+_LARGE = 16  # samples from which PyTorch calls other kernels
+_SOME = 4  # samples from which the Python overhead is worth it
 
 
 def serves(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> bool:
-    """Whether a call of `torch.conv2d` is better made here: gradients go through it, and it is slow elsewhere."""
+    """Whether to replace a call of `torch.conv2d`: gradients flow through it, and it is slow in PyTorch."""
     return (
         is_slow(input, weight)
-        and groups == weight.shape[2] == weight.shape[3] == 1 == one(stride)
-        and one(padding) == 0
+        and groups == weight.shape[2] == weight.shape[3] == 1 == uniform(stride)
+        and uniform(padding) == 0
         and (bias is None or (bias.dtype == torch.float32 and bias.shape == weight.shape[:1]))
         and (input.requires_grad or weight.requires_grad)
         and is_differentiated()
@@ -58,12 +58,12 @@ class _Pointwise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         d_input = d_weight = d_bias = None
-        with exactly():
-            if is_asked(ctx, 0):
+        with without_autocast():
+            if is_needed(ctx, 0):
                 d_input = _product(weight[:, :, 0, 0].t(), grad)
-            if is_asked(ctx, 1):
+            if is_needed(ctx, 1):
                 d_weight = _of_weight(grad, input)
-            if is_asked(ctx, 2):
+            if is_needed(ctx, 2):
                 d_bias = grad.sum((0, 2, 3))
         return d_input, d_weight, d_bias
 
@@ -75,7 +75,9 @@ def _product(matrix: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         out = (matrix @ _by_channel(images)).view(len(matrix), samples, high, wide)
         return out.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     out = torch.matmul(matrix, images.reshape(samples, channels, high * wide))
-    return torch.ops.aten._unsafe_view(out, (samples, len(matrix), high, wide))  # no view: it may be changed in place
+    return torch.ops.aten._unsafe_view(
+        out, (samples, len(matrix), high, wide)
+    )  # not a view, so that it may be changed in place
 
 
 def _of_weight(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""ARM processors, on which some of PyTorch's convolutions take several times what they need; what those of ours share."""
+"""What the custom kernels for ARM processors share. Some of PyTorch's convolutions are several times too slow there."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+
+from pliant.runtime.torch_internals import is_transformed, would_run
 
 SLOW_HERE = platform.machine() in ("aarch64", "arm64")
 
 
 def is_slow(input: Any, weight: Any) -> bool:
-    """Whether a convolution of these is one that such processors are slow at, as far as that does not hang on its kind."""
+    """Whether PyTorch is slow for convolutions with such tensors, whatever their settings."""
     return (
         SLOW_HERE
         and input.dim() == weight.dim() == 4
@@ -24,28 +25,27 @@ def is_slow(input: Any, weight: Any) -> bool:
 
 
 def is_differentiated() -> bool:
-    """Whether gradients are recorded as functions of ours know how: in float32, backward, and not inside of `torch.func`."""
-    plainly = forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
-    return plainly and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    """Whether gradients are recorded in a way that the custom kernels support: no autocast, forward mode or `torch.func`."""
+    return not is_transformed() and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
 
-def exactly() -> AbstractContextManager[Any]:
-    """Where a backward pass runs under autocast, its forward pass did not."""
+def without_autocast() -> AbstractContextManager[Any]:
+    """Turn autocast off for a backward pass whose forward pass ran without it."""
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
-def is_asked(ctx: Any, which: int) -> bool:
-    """Whether this backward pass wants the gradient of one of a function's inputs: PyTorch's own compute no others either."""
+def is_needed(ctx: Any, which: int) -> bool:
+    """Whether this backward pass needs the gradient of one of a function's inputs."""
     if not ctx.needs_input_grad[which]:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(ctx.next_functions[which][0]))  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):  # an older PyTorch; or a leaf in `autograd.grad`, for which it does not say
+        return would_run(ctx.next_functions[which][0])
+    except (AttributeError, RuntimeError):  # an older PyTorch; or a leaf in `autograd.grad`
         return True
 
 
-def one(setting: Any) -> Any:
-    """A setting that is the same in both dimensions, as one number; None where it is not."""
+def uniform(setting: Any) -> Any:
+    """A setting that is equal in both dimensions, as one number; None if it differs."""
     if isinstance(setting, Integral):
         return int(setting)
     return setting[0] if not isinstance(setting, str) and len(set(setting)) == 1 else None

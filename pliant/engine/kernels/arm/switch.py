@@ -1,4 +1,4 @@
-"""Convolutions that PyTorch is slow at on this processor run in ours, whether they train or only stand in the way."""
+"""Replaces convolutions that are slow in PyTorch on this processor by custom kernels, trained and frozen ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from pliant.engine.kernels.arm import depthwise, pointwise
 from pliant.engine.kernels.arm import processor as arm
-from pliant.engine.lean.packed_tensors import hooks_reader
-from pliant.engine.prefix.record import unwatched
+from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
 
 
 def is_slow_here(model: nn.Module) -> bool:
-    """Whether a model has convolutions that may be swapped."""
+    """Whether a model has convolutions that may be replaced."""
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     return arm.SLOW_HERE and any(one.kernel_size == (1, 1) or one.groups > 1 for one in convolutions)
 
@@ -34,20 +33,19 @@ class Swapped(TorchFunctionMode):
     """
 
     def __enter__(self) -> Swapped:
-        self._top = hooks_reader()
-        self._around = self._top(False)
+        self._outer_hooks = saved_tensor_hooks()
         super().__enter__()
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ours = self._ours(args) if func is torch.conv2d and not kwargs else None
-        return func(*args, **(kwargs or {})) if ours is None else ours(*args)
+        kernel = self._kernel(args) if func is torch.conv2d and not kwargs else None
+        return func(*args, **(kwargs or {})) if kernel is None else kernel(*args)
 
-    def _ours(self, args: Any) -> Callable[..., torch.Tensor] | None:
-        """What runs a convolution in place of PyTorch's. Not inside of a checkpoint, or of other hooks on what is kept: it may
-        be computed again there, outside of this."""
-        with unwatched():
-            if self._top(False) != self._around:
+    def _kernel(self, args: Any) -> Callable[..., torch.Tensor] | None:
+        """The custom kernel for a convolution. None inside of a checkpoint or other hooks on saved tensors: what runs there may
+        be computed again outside of this context."""
+        with without_function_modes():
+            if saved_tensor_hooks() != self._outer_hooks:
                 return None
             if pointwise.serves(*args):
                 return pointwise.convolve

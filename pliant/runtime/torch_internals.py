@@ -1,0 +1,90 @@
+"""Every private symbol of PyTorch that the library uses, so that one file shows what a new version may break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _modules
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.optim import optimizer as _optimizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _checkpoint_hook as CheckpointHooks
+
+__all__ = [
+    "GLOBAL_FORWARD_HOOKS",
+    "GLOBAL_HOOKS",
+    "BatchNormBase",
+    "CheckpointHooks",
+    "NormBase",
+    "SavedTensorHooks",
+    "TorchDispatchMode",
+    "add_to_each_",
+    "clear_cublas_workspaces",
+    "is_any_autocast_enabled",
+    "is_transformed",
+    "next_sequence_number",
+    "norms",
+    "pop_saved_tensor_hooks",
+    "push_saved_tensor_hooks",
+    "saved_tensor_hooks",
+    "tree_leaves",
+    "without_function_modes",
+    "would_run",
+]
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+# Like the context `torch.autograd.graph.saved_tensors_hooks`, at a tenth of its time.
+push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+# A context in which no torch function mode is called.
+without_function_modes = torch._C.DisableTorchFunction
+
+# Whether autocast is on for any device; True where PyTorch cannot tell.
+is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+# The hooks that are called for every module and every optimizer.
+GLOBAL_FORWARD_HOOKS = (_modules._global_forward_hooks, _modules._global_forward_pre_hooks)
+GLOBAL_HOOKS = (
+    *GLOBAL_FORWARD_HOOKS,
+    _modules._global_backward_hooks,
+    _modules._global_backward_pre_hooks,
+    _optimizers._global_optimizer_pre_hooks,
+    _optimizers._global_optimizer_post_hooks,
+)
+
+# Operations on lists of tensors, one kernel for all.
+add_to_each_ = torch._foreach_add_
+norms = torch._foreach_norm
+
+
+def saved_tensor_hooks() -> SavedTensorHooks | None:
+    """The innermost hooks on saved tensors; None if there are none, or if PyTorch cannot tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread will get."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined,no-any-return]
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode differentiation or a transform of torch.func is active."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def would_run(node: Any) -> bool:
+    """Whether the backward pass that runs now will run this autograd node."""
+    return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the memory that cuBLAS holds as workspaces."""
+    torch._C._cuda_clearCublasWorkspaces()
