@@ -29,6 +29,7 @@ def to_json(profile: Any) -> dict[str, Any]:
         "captured": profile.captured,
         "other_seconds": list(profile.other_seconds),
         "shapes": {name: list(shape) for name, shape in profile.shapes.items()},
+        "watts": profile.watts,
     }
 
 
@@ -52,6 +53,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
         "spared": data["spared"],
         "captured": data["captured"],
         "other_seconds": tuple(data["other_seconds"]),
+        "watts": data.get("watts"),
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,12 +23,15 @@ from pliant.graph.backward import Graph, compute_loss
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import Norms
 from pliant.runtime.clock import Watch
+from pliant.runtime.energy import Meter, MeterError
 from pliant.runtime.memory import Live
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 
 _NOISE = 0.01  # relative, of a whole step
 _TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
+_READ_EVERY, _MOST_AT_ONCE = 0.02, 1000  # seconds, and steps, between two readings of an energy meter: reading it takes time
+_PATIENCE = 10.0  # seconds that an energy meter may stand still
 _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that may be
 
 
@@ -89,6 +93,31 @@ class Trial:
             live.forget()
             self.step(chosen)
             return live.peak, alone
+
+    def watts(self, meter: Meter, least: float, clock: Callable[[], float]) -> float:
+        """Mean power of full steps, one after the other, between two moments at which the meter was seen to move.
+
+        Counters move in jumps, so the moments are at least `least` seconds apart. The first jump ends the warm-up.
+        """
+        self.step(self.params)  # sets what trains, and makes the optimizer's state
+        start = clock()
+        self.step(self.params)
+        steps = min(math.ceil(_READ_EVERY / max(clock() - start, 1e-6)), _MOST_AT_ONCE)
+        last, moved = meter.joules(), clock()
+        first: tuple[float, float] | None = None
+        while True:
+            for _ in range(steps):
+                self._step()
+            self.watch.settle()
+            now, joules = clock(), meter.joules()
+            if joules > last:
+                if first is None:
+                    first = now, joules
+                elif now - first[0] >= least:
+                    return (joules - first[1]) / (now - first[0])
+                last, moved = joules, now
+            elif now - moved > max(least, _PATIENCE):
+                raise MeterError(f"{meter.name} has not moved in {now - moved:.0f} s of training: energy= needs one that does.")
 
     # ------------------------------------------------------------ the optimizer
 
