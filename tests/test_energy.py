@@ -180,8 +180,8 @@ def test_no_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("device", "sources", "said"),
     [
-        ("cuda", {}, "GPU: NoDevice: NVML and AMDSMI unavailable.; SoC: NoDevice: No observable SoC.. Check that `nvidia-smi`"),
-        ("cpu", {}, "CPU: NoDevice: RAPL unavailable.; SoC: NoDevice: No observable SoC.. On Linux"),
+        ("cuda", {}, "GPU: NoDevice: NVML and AMDSMI unavailable; SoC: NoDevice: No observable SoC. Check that `nvidia-smi`"),
+        ("cpu", {}, "CPU: NoDevice: RAPL unavailable; SoC: NoDevice: No observable SoC. On Linux"),
         ("cpu", {"zones": {"psys": 1.0}}, "CPU: no CPU package"),
         ("cpu", {"soc": {"gpu_mj": 1.0}}, "has no reading for cpu"),
         ("cuda:1", {"gpus": {"H200": 1.0}}, "it sees 1 GPUs, so none with index 1"),
@@ -196,6 +196,20 @@ def test_no_meter_is_told_with_what_zeus_found(
     install(**sources)
     assert energy.meter(device) is None
     assert f"there is no energy meter for {device!r}. zeus found: " in energy.missing(device) and said in energy.missing(device)
+
+
+def test_a_helper_process_that_runs_the_script_again_ends(
+    install: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zeus starts processes for CPU counters. A script without `if __name__ == "__main__"` would train in each of them."""
+
+    def get_cpus() -> Any:
+        raise RuntimeError("before the current process has finished its bootstrapping phase.")
+
+    install()
+    monkeypatch.setattr(sys.modules["zeus.device"], "get_cpus", get_cpus)
+    with pytest.raises(RuntimeError, match="bootstrapping phase"):
+        energy.meter("cpu")
 
 
 def test_a_meter_that_is_there_is_not_missing(install: Callable[..., Fake]) -> None:

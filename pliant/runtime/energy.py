@@ -137,6 +137,8 @@ def required(device: torch.device | str = "cpu") -> Meter:
             with redirect_stdout(io.StringIO()):  # amdsmi prints where there is no AMD GPU
                 return {"GPU": _gpu, "CPU": _cpu, "SoC": _soc}[source](zeus, where)
         except Exception as error:  # each source has its own exceptions, and some leave those of others through
+            if "bootstrapping phase" in str(error):  # a helper process of zeus that runs the user's script: it must end here
+                raise
             tried.append(f"{source}: {_said(error)}")
     found = "; ".join(tried) or f"nothing for devices of type {where.type!r}"
     hint = _HINTS.get(where.type, "Limit time= in place of energy=.")
@@ -199,4 +201,5 @@ def _call(source: Any, name: str, old_name: str, *given: int) -> Any:
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, MeterError) else f"{type(error).__name__}: {error}"
+    kind = "" if isinstance(error, MeterError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".rstrip(".")
