@@ -20,7 +20,22 @@ from oracle import Device, differences, snapshot, steady
 from torch import nn
 from zoo import sgd
 
-from pliant import Budget, BudgetError, Policy, Profile, Progress, Session, plan, recipes, schedule, score, solve, units, within
+from pliant import (
+    Budget,
+    BudgetError,
+    Mode,
+    Policy,
+    Profile,
+    Progress,
+    Session,
+    plan,
+    recipes,
+    schedule,
+    score,
+    solve,
+    units,
+    within,
+)
 from pliant.core.types import Part, Selection, Unit
 from pliant.engine.modes import Race, Way
 from pliant.graph.backward import read
@@ -342,7 +357,7 @@ def test_prices_know_what_inference_spares(start: Open, device: Device, racing: 
     spare, see = 0.4, Race.see
 
     def least(way: Way, session: Session) -> float:
-        plain, cached = (session.profile.cost(session.selection.units, spared=spared).seconds for spared in (0.0, 1.0))
+        plain, cached = (session.profile.cost(session.selection.units, cached=cached).seconds for cached in (False, True))
         return plain - spare * (plain - cached) if way.prefix else plain
 
     with start(ours(0.5)) as session:
@@ -768,7 +783,7 @@ def test_what_a_first_plan_counts_on_ends_with_captures(start: Open, as_on_cuda:
         train(session, 1)
         assert session._choice.spared > 0
         train(session, 10)
-        assert not session.profile.captured and session._choice.spared == 0
+        assert not session.profile.mode.graphs and session._choice.spared == 0
 
 
 @pytest.mark.parametrize(
@@ -796,7 +811,7 @@ def test_where_no_step_could_be_captured_those_that_were_left_out_race_after_all
         train(session, 32)  # there is no GPU
         assert ", ".join(map(str, session._engine.race.ways)) == "plain, graphs, prefix+graphs"
         assert session._engine.race.winner is not None and not session._engine.race.is_on
-        assert not session.profile.captured and session._choice.spared == 0
+        assert not session.profile.mode.graphs and session._choice.spared == 0
         told = [line for line in (tmp_path / "run.jsonl").read_text().splitlines() if "the fastest of" in line]
     assert len(told) == 1
 
@@ -832,7 +847,7 @@ def test_captured_steps_leave_room_for_inference_where_memory_is_limited(start: 
     for memory in (taken + inference, taken + inference - 1, head + inference):
         with limited(memory) as session:
             train(session, 1)
-            assert session.profile.captured and session.profile.full == whole
+            assert session.profile.mode.graphs and session.profile.full == whole
             assert session.selection.cost.bytes <= memory - inference
             assert (session.selection.cost.bytes == taken) == (memory == taken + inference)
     with limited(head + inference - 1) as session, pytest.raises(BudgetError, match="below the floor"):
@@ -840,7 +855,7 @@ def test_captured_steps_leave_room_for_inference_where_memory_is_limited(start: 
     eager = replace(policy, budget=Budget(time=1.0, memory=f"{head + inference - 1}B"))
     with start(eager, engine="graphs", correct=False) as session:
         train(session, 1)
-        assert not session.profile.captured and not session._engine.may_hold
+        assert not session.profile.mode.graphs and not session._engine.may_hold
         assert head <= session.selection.cost.bytes < head + inference
 
 
@@ -856,7 +871,7 @@ def test_what_is_always_chosen_needs_its_room_too(start: Open, capturing: None) 
         for correct in (False, True):
             with start(limited, engine="graphs", correct=correct) as session:
                 train(session, 12)
-                assert session.profile.captured == captured
+                assert session.profile.mode.graphs == captured
                 assert session.selection.cost.bytes <= memory - (inference if captured else 0)
                 assert session._engine.may_hold == captured
 
@@ -871,9 +886,9 @@ def test_a_limit_that_falls_ends_captures(start: Open, capturing: None, correct:
     policy = replace(last(0.9), cost=launching, budget=Budget(time=0.9, memory=memory))
     with start(policy, engine="graphs", correct=correct) as session:
         train(session, 10)
-        assert session.profile.captured and session.selection.cost.bytes <= head + 100
+        assert session.profile.mode.graphs and session.selection.cost.bytes <= head + 100
         train(session, 20)
-        assert not session.profile.captured and session.selection.cost.bytes <= head + inference // 2
+        assert not session.profile.mode.graphs and session.selection.cost.bytes <= head + inference // 2
 
 
 @pytest.mark.parametrize("correct", [False, True])
@@ -889,16 +904,16 @@ def test_a_limit_that_rises_again_lets_captures_begin_again(
     policy = replace(last(0.9), cost=launching, budget=Budget(time=0.9, memory=memory))
     with start(policy, engine="graphs", correct=correct) as session:
         train(session, 10)
-        assert not session.profile.captured and not session._engine.may_hold
+        assert not session.profile.mode.graphs and not session._engine.may_hold
         state = session.state_dict()
         train(session, 20)
-        assert session.profile.captured and session._engine.may_hold
+        assert session.profile.mode.graphs and session._engine.may_hold
         assert session.selection.cost.bytes <= head + 200
     with start(policy, engine="graphs", correct=correct) as session:
         session.load_state_dict(state)
         assert not session._engine.may_hold
         train(session, 20)
-        assert session.profile.captured and session.selection.cost.bytes <= head + 200
+        assert session.profile.mode.graphs and session.selection.cost.bytes <= head + 200
 
 
 @pytest.mark.parametrize("correct", [False, True])
@@ -906,10 +921,10 @@ def test_another_budget_leaves_room_for_inference(start: Open, capturing: None, 
     policy = replace(last(0.3), cost=launching)
     with start(policy, engine="graphs", correct=correct) as session:
         train(session, 1)
-        memory = session.profile.on("plain").cost(session.units[:9]).bytes + session.profile.inference // 2
+        memory = session.profile.cost(session.units[:9]).bytes + session.profile.inference // 2
         session.budget = Budget(time=0.9, memory=f"{memory}B")
         train(session, 1)
-        assert session.profile.captured
+        assert session.profile.mode.graphs
         assert session.selection.cost.bytes <= memory - session.profile.inference
 
 
@@ -936,14 +951,14 @@ def test_another_budget_may_end_captures_and_begin_them(start: Open, capturing: 
         inference, head = session.profile.inference, session.profile.cost(session.selection.units[:1]).bytes
         with pytest.raises(BudgetError, match="below the floor"):
             session.budget = Budget(time=0.15, memory=f"{head}B")
-        assert session._engine.may_hold and session.profile.captured
+        assert session._engine.may_hold and session.profile.mode.graphs
         session.budget = Budget(time=0.9, memory=f"{head}B")
         train(session, 1)
-        assert not session._engine.may_hold and not session.profile.captured
+        assert not session._engine.may_hold and not session.profile.mode.graphs
         assert session.selection.cost.bytes <= head
         session.budget = Budget(time=0.15, memory=f"{head + inference}B")  # which eager steps could not keep
         train(session, 1)
-        assert session._engine.may_hold and session.profile.captured
+        assert session._engine.may_hold and session.profile.mode.graphs
         assert session.selection.cost.bytes <= head
 
 
@@ -968,7 +983,7 @@ def test_what_cannot_be_captured_is_priced_as_such(start: Open, racing: None, en
     """Here there is no CUDA device."""
     with start(replace(last(0.5), cost=launching), engine=engine) as session:
         train(session, 1)
-        assert not session.profile.captured
+        assert not session.profile.mode.graphs
 
 
 @pytest.mark.parametrize("of", ["scaler", "channels"])
@@ -980,15 +995,15 @@ def test_what_is_known_to_be_eager_is_priced_as_such(start: Open, capturing: Non
         policy = replace(policy, units=units.channels(group=3))
     with start(policy, engine="graphs", **how) as session:
         train(session, 1)
-        assert not session.profile.captured
+        assert not session.profile.mode.graphs
 
 
 def test_a_profile_of_captured_steps_prices_others_as_what_they_are(start: Open) -> None:
     model = make()
-    profile = launching(model, sgd(model), classify, STREAM[0]).on("plain", captured=True)
+    profile = launching(model, sgd(model), classify, STREAM[0]).on(Mode(graphs=True))
     with start(last(0.5), profile=profile, allow_mismatch=True, engine="plain") as session:
         train(session, 1)
-        assert not session.profile.captured
+        assert not session.profile.mode.graphs
         assert session.selection.cost.seconds == pytest.approx(0.5 * session.profile.full.seconds, rel=0.1)
 
 
@@ -996,7 +1011,7 @@ def test_a_ratio_is_forgotten_with_its_prices(start: Open, capturing: None, devi
     device.speed = SLOW
     with start(replace(last(0.3), cost=launching), engine="graphs") as session:
         train(session, 40)
-        assert session.profile.captured
+        assert session.profile.mode.graphs
         session._engine.settle(session.budget, races=False)
         session._choice.change_budget(Budget(time=0.6), session.progress, "plain", captured=False)
         train(session, 1)

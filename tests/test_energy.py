@@ -19,6 +19,7 @@ from zoo import ZOO, failing, fingerprint, mid_training
 
 from pliant import Budget, BudgetError, Policy, Profile, Selection, Unit, energy, measure, plan, recipes
 from pliant.core.errors import PliantError
+from pliant.core.mode import Mode
 from pliant.planning.solve import knapsack, milp
 
 
@@ -412,7 +413,7 @@ def test_other_watts_change_what_fits_and_not_what_a_full_step_means() -> None:
     assert thrifty.full.joules == 1000.0 and thrifty.cost(VALUES).joules == 800.0
     assert chosen(thrifty, energy=0.8).units == tuple(VALUES), "steps that draw less power may take longer"
     assert chosen(METERED, energy=0.8).units != tuple(VALUES)
-    assert thrifty.full == thrifty.on("lean").full == thrifty.with_watts(60.0).full
+    assert thrifty.full == thrifty.on(Mode(lean=True)).full == thrifty.with_watts(60.0).full
 
 
 def test_the_longest_step_that_the_limits_allow() -> None:

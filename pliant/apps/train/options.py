@@ -11,7 +11,7 @@ from typing import Any
 from pliant.apps import run_folder as folder
 from pliant.apps.tasks import TaskError
 from pliant.core.types import nearest
-from pliant.engine import modes as ways
+from pliant.engine import modes
 
 _KINDS = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}
 _SAID = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "None": "nothing"}
@@ -60,7 +60,7 @@ class Options:
             if given is not None and given < least:
                 raise TaskError(f"{name}={given!r}: give {least} or more.")
         try:
-            ways.allowed(self.engine, memory_is_short=False, cuda=False, caches=False)
+            modes.parse(self.engine)
         except ValueError as error:
             raise TaskError(str(error)) from error
         if not 0 < self.validation < 0.5:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +20,9 @@ from pliant.apps.train.interrupts import Spent, Stopped, interrupts
 from pliant.apps.train.options import Evaluation, Moment, Options, Result, Watch
 from pliant.apps.train.roof import Roof
 from pliant.core.budget import Progress
+from pliant.core.mode import Mode
 from pliant.cost import measure
-from pliant.engine.engine import ENGINES
+from pliant.engine.engine import around_forward
 from pliant.runtime.files import write_aside
 from pliant.session import checkpoint
 from pliant.session import run_log as runlog
@@ -185,7 +187,7 @@ class Run:
     def peak(self) -> int:
         """Bytes of a step as it is chosen now, beyond those of inference."""
         batch = next(self.task.batches(self.options.batch, self.options.seed, 0))
-        around = ENGINES["lean" if "lean" in self.session.engine.split("+") else "plain"]
+        around = partial(around_forward, Mode(lean="lean" in self.session.engine.split("+")))
         update = self.session.update
         step, inference = measure.peak_bytes(
             self.task.model, self.session.optimizer, task.loss, batch, update=update, around=around
