@@ -120,7 +120,7 @@ def power(
     *,
     update: Update | None = None,
     around: Around = nullcontext,
-    least: float = 1.0,
+    least: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Mean watts of plain full steps on this device, over at least `least` seconds: what `Profile.with_watts` takes.

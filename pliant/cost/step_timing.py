@@ -31,7 +31,7 @@ from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 
 _NOISE = 0.01  # relative, of a whole step
 _TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
-_READ_EVERY, _MOST_AT_ONCE = 0.02, 1000  # seconds, and steps, between two readings of an energy meter: reading it takes time
+_READ_EVERY, _MOST_AT_ONCE = 0.02, 1000  # seconds, and steps, that run before an energy meter is read again
 _PATIENCE = 10.0  # seconds that an energy meter may stand still
 _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that may be
 
@@ -96,29 +96,39 @@ class Trial:
             return live.peak, alone
 
     def watts(self, meter: Meter, least: float, clock: Callable[[], float]) -> float:
-        """Mean power of full steps, one after the other, between two moments at which the meter was seen to move.
+        """Mean power of full steps, one after the other, over at least `least` seconds between two jumps of the meter.
 
-        Counters move in jumps, so the moments are at least `least` seconds apart. The first jump ends the warm-up.
+        A GPU waits while its meter is read (4 ms on an H200), so the meter is read at both ends alone. Before that, steps run
+        for half as long: clocks rise under load.
         """
         self.step(self.params)  # sets what trains, and makes the optimizer's state
         start = clock()
         self.step(self.params)
         steps = min(math.ceil(_READ_EVERY / max(clock() - start, 1e-6)), _MOST_AT_ONCE)
-        last, moved = meter.joules(), clock()
-        first: tuple[float, float] | None = None
-        while True:
+
+        def train() -> float:
             for _ in range(steps):
                 self._step()
             self.watch.settle()
-            now, joules = clock(), meter.joules()
-            if joules > last:
-                if first is None:
-                    first = now, joules
-                elif now - first[0] >= least:
-                    return (joules - first[1]) / (now - first[0])
-                last, moved = joules, now
-            elif now - moved > max(least, _PATIENCE):
-                raise MeterError(f"{meter.name} has not moved in {now - moved:.0f} s of training: energy= needs one that does.")
+            return clock()
+
+        def jump() -> tuple[float, float]:
+            before, now = meter.joules(), clock()
+            patience = now + _PATIENCE
+            while now < patience:
+                now, joules = train(), meter.joules()
+                if joules > before:
+                    return now, joules
+            raise MeterError(f"{meter.name} has not moved in {_PATIENCE:.0f} s of training: energy= needs one that does.")
+
+        until = clock() + least / 2
+        while train() < until:
+            pass
+        begun, first = jump()
+        while train() < begun + least:
+            pass
+        ended, last = jump()
+        return (last - first) / (ended - begun)
 
     # ------------------------------------------------------------ the optimizer
 
