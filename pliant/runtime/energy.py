@@ -74,13 +74,12 @@ def recorded(readings: Iterable[float], name: str = "a recorded meter") -> Count
 
 
 class Power:
-    """Watts of training, smoothed. Fed with three totals: the meter's joules, the seconds of steps, the time that passed.
+    """Watts of training, smoothed: joules per second that passed, over windows of two seconds of steps.
 
-    Power is joules per second that passed. Windows that steps do not fill (evaluation, slow data loading) are left out, and
-    so are windows in which the meter did not move.
+    Windows that steps do not fill (evaluation, slow data loading) are left out, and those in which the meter did not move.
 
     >>> power = Power(100.0)
-    >>> [power.update(joules, seconds=t, elapsed=t) for joules, t in [(0.0, 0.0), (400.0, 2.0), (500.0, 2.5)]]
+    >>> [power.update(lambda: joules, seconds=t, elapsed=t) for joules, t in [(0.0, 0.0), (400.0, 2.0), (500.0, 2.5)]]
     [100.0, 125.0, 125.0]
     """
 
@@ -88,20 +87,18 @@ class Power:
         self.watts = watts
         self._since: tuple[float, float, float] | None = None
 
-    def update(self, joules: float, seconds: float, elapsed: float) -> float | None:
-        """The smoothed power after this reading; None as long as nothing is known."""
-        now = joules, seconds, elapsed
-        if self._since is None:
-            self._since = now
-            return self.watts
-        drawn, busy, passed = (new - old for new, old in zip(now, self._since, strict=True))
-        if busy < _WINDOW_SECONDS:
-            if passed > 2 * _WINDOW_SECONDS / _BUSY:  # mostly something else: start again
-                self._since = now
-            return self.watts
-        self._since = now
-        if drawn > 0 and busy >= _BUSY * passed:
-            watts = drawn / passed
+    def update(self, read: Callable[[], float], seconds: float, elapsed: float) -> float | None:
+        """The smoothed power, None as long as nothing is known. `seconds` are those of all steps so far, `elapsed` those that
+        passed. `read` (`meter.joules`) is called at the ends of windows alone, since a GPU's meter takes milliseconds."""
+        before, busy, passed = self._since, 0.0, 0.0
+        if before is not None:
+            busy, passed = seconds - before[1], elapsed - before[2]
+            if busy < _WINDOW_SECONDS and passed < 2 * _WINDOW_SECONDS:
+                return self.watts
+        joules = read()
+        self._since = joules, seconds, elapsed
+        if before is not None and joules > before[0] and busy >= _BUSY * passed:
+            watts = (joules - before[0]) / passed
             self.watts = watts if self.watts is None else self.watts + _WEIGHT * (watts - self.watts)
         return self.watts
 
