@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test browser bench-quick clean
+.PHONY: install demo test test-extras browser bench-quick clean
 
 install: $(STAMP)
 
@@ -27,6 +27,15 @@ test: $(STAMP) browser
 	$(BIN)/mypy pliant
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+# Tests of optional packages, in an environment of their own.
+test-extras: .venv-extras/.installed
+	OMP_NUM_THREADS=1 .venv-extras/bin/python -m pytest tests/extras
+
+.venv-extras/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-extras
+	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev,energy]'
+	touch $@
+
 # Small versions of the main tables, in build/bench. That of transfer.py needs the folder with data and weights in PLIANT_DATA.
 bench-quick: $(STAMP)
 	rm -rf build/bench
@@ -37,5 +46,5 @@ bench-quick: $(STAMP)
 	@test -n "$$PLIANT_DATA" || echo "Left out: transfer, which needs data and weights (PLIANT_DATA=DIR make bench-quick)."
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-extras .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

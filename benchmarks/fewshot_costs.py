@@ -25,7 +25,6 @@ import argparse
 import copy
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +133,8 @@ def time_cell(backbone: str, way: str, setting: dict[str, Any]) -> dict[str, Any
 
     adapt(task_of(5, 10).support, 3)  # the first one of a process imports modules
     support, meter = task_of(10, setting["support"]).support, energy.meter("cpu")
-    with meter or nullcontext():
-        choosing, seconds = adapt(support, setting["steps"])
-        joules = {} if meter is None else {"joules": meter.joules()}
+    choosing, seconds = adapt(support, setting["steps"])
+    joules = {} if meter is None else {"joules": meter.joules()}
     found = {"seconds": seconds, "choosing": choosing, "support": len(support), **joules}
     return {"kind": "time", "backbone": backbone, "way": way, **found}
 

@@ -104,10 +104,6 @@ class Watch:
         torch.cuda.empty_cache()
         return max(*(self.peaks[1:] or self.peaks), torch.cuda.memory_reserved() - self._reserved)
 
-    def close(self) -> None:
-        if self._meter is not None:
-            self._meter.close()
-
 
 class Run:
     """One network in training: how it is shown a batch, and how a step is taken."""
@@ -234,7 +230,6 @@ def cell(task: str, method: str, lr: float, seed: int, setting: dict[str, Any], 
     except PliantError as error:
         return out | {"failed": str(error)}
     finally:
-        watch.close()
         if run.session is not None:
             run.session.close()
 

@@ -1,11 +1,11 @@
-"""Meters: joules off fake counters and sensors, and a plain word where there is none."""
+"""Joules: meters from a fake zeus, power from recorded meters, and budgets with `energy=`."""
 
 from __future__ import annotations
 
+import re
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +13,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from instances import chain_profile, laws, units
+from torch import nn
+from zoo import ZOO, failing, fingerprint, mid_training
 
-from pliant import energy
+from pliant import Budget, BudgetError, Policy, Profile, Selection, Unit, energy, measure, plan, recipes
 from pliant.core.errors import PliantError
-
-RANGE_UJ = 262_143_328_850
-UUID = "bec22643-b3b1-8c4a-d46d-2ec5a402c3c9"
+from pliant.core.mode import Mode
+from pliant.planning.solve import knapsack, milp
 
 
 class Clock:
-    """Time that moves only when it is told to."""
+    """Time that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -30,419 +32,423 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-
-def idle(stop: threading.Event, seconds: float) -> bool:
-    """A sampling loop that takes no sample until it is stopped."""
-    return stop.wait()
-
-
-def never_mind(stop: threading.Event, seconds: float) -> bool:
-    """A sampling loop that ends at once."""
-    return True
+    def meter(self, watts: float, jump: float = 0.0) -> energy.CounterMeter:
+        """A meter of something that draws so much power, whose counter moves every `jump` seconds."""
+        return energy.CounterMeter("a recorded meter", lambda: watts * (self.now // jump * jump if jump else self.now))
 
 
-def write(path: Path, value: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{value}\n")
-    return path
+# ---------------------------------------------------------------- meters
 
 
-def zone(root: Path, number: str, name: str, energy_uj: int) -> Path:
-    """One RAPL domain; the path of its counter."""
-    folder = root / "class" / "powercap" / f"intel-rapl:{number}"
-    write(folder / "name", name)
-    write(folder / "max_energy_range_uj", RANGE_UJ)
-    return write(folder / "energy_uj", energy_uj)
+@laws(100)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12))
+def test_a_meter_starts_at_its_first_reading_and_never_falls(readings: list[float]) -> None:
+    meter = energy.recorded(readings)
+    told = [meter.joules() for _ in readings]
+    assert told == sorted(told) and told[0] >= 0
+    assert told[-1] == max(0.0, *(reading - readings[0] for reading in readings))
 
 
-def sensor(root: Path, rails: dict[int, tuple[str, int, int]], driver: str = "ina3221") -> Path:
-    """An INA3221 (channel → label, mV, mA), linked from its driver's folder as /sys does; its hwmon folder."""
-    folder = root / "devices" / "i2c-1" / "1-0040" / "hwmon" / "hwmon3"
-    for channel, (label, millivolts, milliamperes) in rails.items():
-        write(folder / f"in{channel}_label", label)
-        write(folder / f"in{channel}_input", millivolts)
-        write(folder / f"curr{channel}_input", milliamperes)
-    link = root / "bus" / "i2c" / "drivers" / driver / "1-0040"
-    link.parent.mkdir(parents=True)
-    link.symlink_to(folder.parent.parent, target_is_directory=True)
-    return folder
+def test_a_counter_that_wraps_is_right_again_once_zeus_has_noticed() -> None:
+    """zeus adds the range of a counter up to a second after it wrapped; until then the total stands still."""
+    meter = energy.recorded([65_000.0, 65_500.0, 20.0, 65_536.0 + 30.0, 65_536.0 + 40.0])
+    assert [meter.joules() for _ in range(4)] == [500.0, 500.0, 566.0, 576.0]
 
 
-class NVMLError(Exception):
+def test_a_recorded_meter_stands_still_after_its_last_reading() -> None:
+    meter = energy.recorded([1.0, 3.0])
+    assert [meter.joules() for _ in range(3)] == [2.0, 2.0, 2.0]
+
+
+def test_a_meter_that_can_no_longer_be_read_says_so() -> None:
+    readings = iter([1.0])
+    meter = energy.CounterMeter("a shelf meter", lambda: next(readings))
+    with pytest.raises(energy.MeterError, match="a shelf meter cannot be read any more: StopIteration"):
+        meter.joules()
+
+
+# ---------------------------------------------------------------- zeus
+
+
+class NoDevice(Exception):
     pass
 
 
-class NVML:
-    """What `pliant.runtime.energy` uses of pynvml: two GPUs, of which torch sees the second only."""
+class Fake:
+    """What `pliant.energy` uses of `zeus.device`; `snake` names methods as zeus 0.12 and later do, else as zeus-ml 0.11."""
 
-    NVMLError = NVMLError
+    def __init__(self, snake: bool = True, **sources: Any) -> None:
+        self.gpus: dict[str, float] = {}
+        self.zones: dict[str, float] = {}
+        self.soc: dict[str, float | None] | None = None
+        self.snake = snake
+        vars(self).update(sources)
 
-    def __init__(self, energy: bool = True, power: bool = True, driver: bool = True) -> None:
-        self.energy, self.power, self.driver = energy, power, driver
-        self.millijoules = 5_000_000
-        self.milliwatts = 70_000
-        self.opened = 0
+    def _named(self, **methods: Callable[..., Any]) -> SimpleNamespace:
+        camel = {re.sub("_(.)", lambda found: found[1].upper(), name): method for name, method in methods.items()}
+        return SimpleNamespace(**(methods if self.snake else camel))
 
-    def nvmlInit(self) -> None:
-        if not self.driver:
-            raise NVMLError("Driver Not Loaded")
-        self.opened += 1
+    def get_gpus(self) -> Any:
+        print("libamd_smi.so: cannot open shared object file")  # as amdsmi does
+        if not self.gpus:
+            raise NoDevice("NVML and AMDSMI unavailable.")
+        found = self._named(
+            get_name=lambda i: list(self.gpus)[i],
+            get_total_energy_consumption=lambda i: list(self.gpus.values())[i] * 1e3,
+        )
+        return _Sized(found, len(self.gpus))
 
-    def nvmlShutdown(self) -> None:
-        self.opened -= 1
+    def get_cpus(self) -> Any:
+        if not self.zones:
+            raise NoDevice("RAPL unavailable.")
+        return SimpleNamespace(cpus=[self._cpu(name) for name in self.zones])
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid != f"GPU-{UUID}":
-            raise NVMLError("Not Found")
-        return "second"
+    def _cpu(self, name: str) -> Any:
+        read = self._named(get_total_energy_consumption=lambda: SimpleNamespace(cpu_mj=self.zones[name] * 1e3))
+        read.rapl_file = SimpleNamespace(name=name)
+        return read
 
-    def nvmlDeviceGetHandleByPciBusId(self, place: str) -> str:
-        if place != "00000000:3b:00.0":
-            raise NVMLError("Not Found")
-        return "second"
+    def get_soc(self) -> Any:
+        if self.soc is None:
+            raise NoDevice("No observable SoC.")
+        soc = self.soc
+        return self._named(get_total_energy_consumption=lambda: SimpleNamespace(**soc))
 
-    def nvmlDeviceGetName(self, handle: str) -> str:
-        return {"second": "NVIDIA H200"}[handle]
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
-        if not self.energy:
-            raise NVMLError("Not Supported")
-        return {"second": self.millijoules}[handle]
+class _Sized:
+    def __init__(self, methods: SimpleNamespace, size: int) -> None:
+        self._size = size
+        vars(self).update(vars(methods))
 
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
-        if not self.power:
-            raise NVMLError("GPU is lost")
-        return {"second": self.milliwatts}[handle]
+    def __len__(self) -> int:
+        return self._size
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., NVML]:
-    """Install a fake NVML, and one GPU that torch sees."""
-
-    def fake(properties: dict[str, Any] | None = None, **abilities: bool) -> NVML:
-        nvml = NVML(**abilities)
-        monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        seen = SimpleNamespace(**({"uuid": UUID} if properties is None else properties))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
-        return nvml
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fake]:
+    def fake(snake: bool = True, **sources: Any) -> Fake:
+        made = Fake(snake, **sources)
+        module = SimpleNamespace(get_gpus=made.get_gpus, get_cpus=made.get_cpus)
+        if snake:
+            module.get_soc = made.get_soc
+        monkeypatch.setitem(sys.modules, "zeus.device", module)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+        return made
 
     return fake
 
 
-def opened(device: str, root: Path, **how: Any) -> energy.Meter:
-    found = energy.meter(device, root, **how)
-    assert found is not None, energy.missing(device, root)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("pliant meter")] == []
-
-
-# ---------------------------------------------------------------- RAPL
-
-
-def test_a_package_counts_from_the_opening_on(tmp_path: Path) -> None:
-    file = zone(tmp_path, "0", "package-0", 7_000_000)
-    with opened("cpu", tmp_path) as meter:
-        assert meter.name == "RAPL: package-0"
-        assert meter.joules() == 0
-        write(file, 9_500_000)
-        assert meter.joules() == meter.joules() == pytest.approx(2.5)
-
-
-def test_packages_are_summed_and_nothing_is_counted_twice(tmp_path: Path) -> None:
-    packages = [zone(tmp_path, "0", "package-0", 0), zone(tmp_path, "1", "package-1", 0)]
-    others = [zone(tmp_path, "0:0", "core", 0), zone(tmp_path, "1:0", "dram", 0), zone(tmp_path, "2", "psys", 0)]
-    with opened("cpu", tmp_path) as meter:
-        assert meter.name == "RAPL: package-0 + package-1"
-        for file, microjoules in zip(packages, (1_000_000, 20_000_000), strict=True):
-            write(file, microjoules)
-        for file in others:
-            write(file, 500_000_000)
-        assert meter.joules() == pytest.approx(21)
-
-
-def test_a_counter_that_wraps_around_goes_on(tmp_path: Path) -> None:
-    file = zone(tmp_path, "0", "package-0", RANGE_UJ - 1_000_000)
-    other = zone(tmp_path, "1", "package-1", 10_000_000)
-    with opened("cpu", tmp_path) as meter:
-        write(file, 2_000_000)
-        assert meter.joules() == pytest.approx(3)
-        write(other, 11_000_000)
-        assert meter.joules() == pytest.approx(4)
-
-
-def test_a_thread_reads_along_so_that_no_wrap_is_missed(tmp_path: Path) -> None:
-    file = zone(tmp_path, "0", "package-0", 0)
-    half = RANGE_UJ // 2
-    readings = iter([half, RANGE_UJ - 1, half, 0])  # what the counter holds at each turn of the loop
-    done = threading.Event()
-    waited = []
-
-    def wait(stop: threading.Event, seconds: float) -> bool:
-        waited.append(seconds)
-        value = next(readings, None)
-        if value is None:
-            done.set()
-            return stop.wait()
-        write(file, value)
-        return False
-
-    with opened("cpu", tmp_path, wait=wait) as meter:
-        assert done.wait(10)
-        assert meter.joules() == pytest.approx(2 * RANGE_UJ / 1e6, rel=1e-6)
-    assert max(waited) * 2000 < 65_000  # joules: not even a small counter wraps twice between two turns
-
-
-def test_a_package_that_may_not_be_read_leaves_no_half_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    zone(tmp_path, "0", "package-0", 0)
-    locked = zone(tmp_path, "1", "package-1", 0)
-    read_text = Path.read_text
-
-    def guarded(path: Path, *args: Any, **kwargs: Any) -> str:
-        if path == locked:
-            raise PermissionError(13, "Permission denied", str(path))
-        return read_text(path, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "read_text", guarded)
-    assert energy.meter("cpu", tmp_path) is None
-    why = energy.missing("cpu", tmp_path)
-    assert why.startswith("no meter here: RAPL: ") and f"{locked} may not be read (permission denied" in why
-    assert "Jetson: no INA3221" in why
-
-
-def test_a_counter_that_vanishes_is_an_error_with_its_name(tmp_path: Path) -> None:
-    file = zone(tmp_path, "0", "package-0", 0)
-    with opened("cpu", tmp_path) as meter:
-        write(file, 3_000_000)
-        assert meter.joules() == pytest.approx(3)
-        file.unlink()
-        with pytest.raises(energy.MeterError, match=r"RAPL: package-0 cannot be read any more .*energy_uj.*counted 3 J"):
-            meter.joules()
-        write(file, 4_000_000)  # back again: what was drawn in between may have wrapped, so it stays an error
-        with pytest.raises(PliantError, match="Open a new meter"):
-            meter.joules()
-
-
-def test_a_counter_that_holds_no_number(tmp_path: Path) -> None:
-    write(zone(tmp_path, "0", "package-0", 0), "soon")
-    assert energy.meter("cpu", tmp_path) is None
-    assert "holds 'soon', not a whole number" in energy.missing("cpu", tmp_path)
-
-
-# ---------------------------------------------------------------- a Jetson's sensor
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("driver", ["ina3221", "ina3221x"])
-def test_a_jetson_reads_the_rail_of_the_whole_board(
-    tmp_path: Path, device: str, driver: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    rails = {1: ("VDD_CPU_GPU_CV", 5_000, 400), 2: ("VDD_IN", 5_000, 2_000), 7: ("sum of shunt voltages", 1, 1)}
-    folder = sensor(tmp_path, rails, driver)
-    clock = Clock()
-    with opened(device, tmp_path, clock=clock, wait=never_mind) as meter:
-        assert meter.name == "Jetson INA3221: VDD_IN (sampled every 50 ms)"
-        clock.now += 2.0
-        assert meter.joules() == pytest.approx(10.0 * 2)
-        write(folder / "curr2_input", 4_000)
-        clock.now += 1.0
-        assert meter.joules() == pytest.approx(20 + (10 + 20) / 2)
-
-
-def test_a_power_file_is_taken_where_there_is_one(tmp_path: Path) -> None:
-    write(sensor(tmp_path, {1: ("VDD_IN", 1, 1)}) / "power1_input", 8_000_000)
-    clock = Clock()
-    with opened("cpu", tmp_path, clock=clock, wait=idle) as meter:
-        clock.now += 0.5
-        assert meter.joules() == pytest.approx(4)
-
-
-def test_parts_of_a_board_are_not_the_board(tmp_path: Path) -> None:
-    sensor(tmp_path, {1: ("VDD_GPU_SOC", 5_000, 400), 2: ("VDD_CPU_CV", 5_000, 2_000)})
-    assert energy.meter("cpu", tmp_path) is None
-    assert "no rail VDD_IN for the whole board, only VDD_CPU_CV, VDD_GPU_SOC" in energy.missing("cpu", tmp_path)
-
-
-def test_a_cpu_prefers_its_own_counter(tmp_path: Path) -> None:
-    sensor(tmp_path, {1: ("VDD_IN", 5_000, 2_000)})
-    zone(tmp_path, "0", "package-0", 0)
-    with opened("cpu", tmp_path) as meter:
-        assert meter.name == "RAPL: package-0"
-
-
-# ---------------------------------------------------------------- NVML
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 0)])
-def test_a_gpu_has_the_counter_of_exactly_that_gpu(install: Callable[..., NVML], tmp_path: Path, device: Any) -> None:
-    nvml = install()
-    with opened(device, tmp_path) as meter:
-        assert meter.name == "NVML: NVIDIA H200 (energy counter)"
-        nvml.millijoules += 1_500
-        assert meter.joules() == pytest.approx(1.5)
-        assert nvml.opened == 1
-        meter.close()
-    assert nvml.opened == 0  # let go once, though it was closed twice
-
-
-def test_without_a_uuid_its_place_on_the_bus_finds_it(install: Callable[..., NVML], tmp_path: Path) -> None:
-    install({"pci_domain_id": 0, "pci_bus_id": 0x3B, "pci_device_id": 0})
-    with opened("cuda", tmp_path) as meter:
-        assert meter.name == "NVML: NVIDIA H200 (energy counter)"
-
-
-def test_without_a_counter_power_is_sampled_and_the_name_says_so(install: Callable[..., NVML], tmp_path: Path) -> None:
-    nvml = install(energy=False)
-    clock = Clock()
-    with opened("cuda", tmp_path, clock=clock, wait=idle) as meter:
-        assert meter.name == "NVML: NVIDIA H200 (power, sampled every 50 ms)"
-        nvml.milliwatts = 90_000
-        clock.now += 3.0
-        assert meter.joules() == pytest.approx(240)
-    assert nvml.opened == 0
-
-
-def test_a_gpu_that_is_lost(install: Callable[..., NVML], tmp_path: Path) -> None:
-    nvml = install(energy=False)
-    with opened("cuda", tmp_path, wait=idle) as meter:
-        nvml.power = False
-        with pytest.raises(energy.MeterError, match=r"NVML: NVIDIA H200 .* cannot be read any more \(GPU is lost\)"):
-            meter.joules()
-
-
-def test_a_counter_that_is_reset_is_an_error(install: Callable[..., NVML], tmp_path: Path) -> None:
-    nvml = install()
-    with opened("cuda", tmp_path) as meter:
-        nvml.millijoules = 10
-        with pytest.raises(energy.MeterError, match=r"fell from 5000 to 0\.01 J: it was reset"):
-            meter.joules()
+@pytest.mark.parametrize("snake", [True, False], ids=["zeus", "zeus-ml"])
+def test_each_device_has_its_own_meter(install: Callable[..., Fake], snake: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    zeus = install(snake, gpus={"H200": 7.0, "H200 ": 1.0}, zones={"package-0": 1.0, "psys": 50.0, "package-1": 2.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        first, second, cpu = (energy.required(device) for device in ("cuda", "cuda:1", "cpu"))
+    zeus.gpus = {"H200": 9.0, "H200 ": 4.0}
+    zeus.zones |= {"package-0": 6.0, "psys": 99.0, "package-1": 4.0}
+    assert (first.joules(), second.joules(), cpu.joules()) == (2.0, 3.0, 7.0)
+    assert (first.name, cpu.name) == ("energy counter of H200", "RAPL counters of package-0 + package-1")
+    assert capsys.readouterr().out == "", "what zeus and amdsmi print stays out of our output"
 
 
 @pytest.mark.parametrize(
-    ("setup", "why"),
+    ("device", "reading", "field"),
     [
-        ({"driver": False}, "NVML: the driver does not answer (Driver Not Loaded)"),
-        ({"energy": False, "power": False}, "NVML: GPU 0 gives neither energy nor power (GPU is lost)"),
-        ({"properties": {"uuid": "of a slice of a GPU"}}, "NVML: GPU 0 gives neither energy nor power (Not Found)"),
+        ("cuda", {"total_energy_mj": 0.0, "gpu_energy_mj": 0.0}, "total_energy_mj"),
+        ("cpu", {"total_energy_mj": 0.0, "cpu_energy_mj": 0.0}, "total_energy_mj"),
+        ("cpu", {"total_energy_mj": None, "cpu_total_mj": 0.0}, "cpu_total_mj"),
+        ("mps", {"cpu_total_mj": 0.0, "gpu_mj": 0.0}, "gpu_mj"),
     ],
 )
-def test_why_a_gpu_has_no_meter(install: Callable[..., NVML], tmp_path: Path, setup: dict[str, Any], why: str) -> None:
-    nvml = install(**setup)
-    assert energy.meter("cuda", tmp_path) is None
-    assert why in energy.missing("cuda", tmp_path)
-    assert nvml.opened == 0
+def test_boards_and_apple_chips(install: Callable[..., Fake], device: str, reading: dict[str, Any], field: str) -> None:
+    zeus = install(soc=reading)
+    meter = energy.required(device)
+    assert zeus.soc is not None
+    zeus.soc[field] = 2500.0
+    assert meter.joules() == 2.5
 
 
-def test_a_gpu_that_torch_does_not_see(install: Callable[..., NVML], tmp_path: Path) -> None:
+def test_no_package_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zeus.device", None)
+    assert energy.meter("cpu") is None
+    assert "pip install 'pliant[energy]'" in energy.missing("cpu")
+    with pytest.raises(energy.MeterError, match="package zeus"):
+        energy.required("cuda")
+    assert issubclass(energy.MeterError, PliantError)
+
+
+@pytest.mark.parametrize(
+    ("device", "sources", "said"),
+    [
+        ("cuda", {}, "GPU: NoDevice: NVML and AMDSMI unavailable; SoC: NoDevice: No observable SoC. Check that `nvidia-smi`"),
+        ("cpu", {}, "CPU: NoDevice: RAPL unavailable; SoC: NoDevice: No observable SoC. On Linux"),
+        ("cpu", {"zones": {"psys": 1.0}}, "CPU: no CPU package"),
+        ("cpu", {"soc": {"gpu_mj": 1.0}}, "has no reading for cpu"),
+        ("cuda:1", {"gpus": {"H200": 1.0}}, "it sees 1 GPUs, so none with index 1"),
+        ("cuda", {"gpus": {"H200": 1.0, "T4": 1.0}}, "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+        ("cpu", {"snake": False}, "`zeus` 0.12 and later do"),
+        ("meta", {}, "nothing for devices of type 'meta'"),
+    ],
+)
+def test_no_meter_is_told_with_what_zeus_found(
+    install: Callable[..., Fake], device: str, sources: dict[str, Any], said: str
+) -> None:
+    install(**sources)
+    assert energy.meter(device) is None
+    assert f"there is no energy meter for {device!r}. zeus found: " in energy.missing(device) and said in energy.missing(device)
+
+
+def test_a_helper_process_that_runs_the_script_again_ends(
+    install: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zeus starts processes for CPU counters. A script without `if __name__ == "__main__"` would train in each of them."""
+
+    def get_cpus() -> Any:
+        raise RuntimeError("before the current process has finished its bootstrapping phase.")
+
     install()
-    assert energy.meter("cuda:3", tmp_path) is None
-    assert "torch sees no GPU 3 (it sees 1)" in energy.missing("cuda:3", tmp_path)
+    monkeypatch.setattr(sys.modules["zeus.device"], "get_cpus", get_cpus)
+    with pytest.raises(RuntimeError, match="bootstrapping phase"):
+        energy.meter("cpu")
 
 
-def test_asking_what_is_missing_holds_nothing_open(install: Callable[..., NVML], tmp_path: Path) -> None:
-    nvml = install(energy=False)
-    assert energy.missing("cuda", tmp_path) == ""
-    assert nvml.opened == 0
+def test_a_meter_that_is_there_is_not_missing(install: Callable[..., Fake]) -> None:
+    install(zones={"package-0": 1.0})
+    assert energy.missing("cpu") == "" and energy.meter("cpu") is not None
 
 
-# ---------------------------------------------------------------- none, and the meter itself
+# ---------------------------------------------------------------- the power of full steps
 
 
-def test_where_there_is_nothing_it_says_so_source_by_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    nowhere = tmp_path / "no such folder"
-    assert [energy.meter(device, nowhere) for device in ("cpu", "cuda", "meta")] == [None, None, None]
-    powercap, drivers = nowhere / "class" / "powercap", nowhere / "bus" / "i2c" / "drivers"
-    jetson = f"Jetson: no INA3221 under {drivers}"
-    assert energy.missing("cpu", nowhere) == f"no meter here: RAPL: no CPU package under {powercap}; {jetson}"
-    nvml = "NVML: pynvml is not installed (pip install nvidia-ml-py)"
-    assert energy.missing("cuda", nowhere) == f"no meter here: {nvml}; {jetson}"
-    assert energy.missing("meta", nowhere) == "no meter here: no source knows devices of type 'meta'"
+class Lab:
+    """A small model whose forward pass takes `seconds` of a clock that nothing else moves."""
+
+    def __init__(self, seconds: float = 0.05) -> None:
+        self.clock, self.steps = Clock(), 0
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.batch, self._seconds = torch.ones(2, 4), seconds
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self.clock.now += self._seconds
+        self.steps += 1
+        return model(batch).square().mean()
+
+    def power(self, meter: energy.Meter, **how: Any) -> float:
+        return measure.power(self.model, self.optimizer, self.loss, self.batch, meter, clock=self.clock, **how)
 
 
-def test_the_thread_samples_what_nobody_asks_for() -> None:
-    """Power of 10 W + 20 W/s · t, sampled by the loop alone."""
-    clock, done = Clock(), threading.Event()
-
-    def wait(stop: threading.Event, seconds: float) -> bool:
-        if clock.now >= 103.0:
-            done.set()
-            return stop.wait()
-        clock.now += seconds
-        return False
-
-    advance = energy.integral(lambda: 10 + 20 * (clock.now - 100), clock)
-    with energy.Meter("a ramp", advance, every=0.5, wait=wait) as meter:
-        assert done.wait(10)
-        total = 10 * 3 + 20 * 3**2 / 2
-        assert meter.joules() == pytest.approx(total)
-    assert meter.joules() == pytest.approx(total)
+@pytest.mark.parametrize("seconds", [0.015, 0.05, 3.0])
+def test_power_is_joules_over_the_time_that_passed(seconds: float) -> None:
+    lab = Lab(seconds)
+    assert lab.power(lab.clock.meter(250.0)) == pytest.approx(250.0)
 
 
-def test_closing_stops_the_thread_and_keeps_the_total() -> None:
+def test_a_counter_that_jumps_is_read_from_jump_to_jump() -> None:
+    """A step of 30 ms sees nothing of a counter that moves every 400 ms. Each jump is seen within a step."""
+    lab = Lab(0.03)
+    assert lab.power(lab.clock.meter(250.0, jump=0.4)) == pytest.approx(250.0, rel=0.03 / 2)
+    assert lab.power(lab.clock.meter(250.0, jump=0.4), least=8.0) == pytest.approx(250.0, rel=0.03 / 8)
+
+
+def test_a_meter_is_read_at_both_ends_alone() -> None:
+    lab, reads = Lab(0.008), 0
+    meter = lab.clock.meter(10.0)
+
+    class Counting:
+        name = "counting"
+
+        def joules(self) -> float:
+            nonlocal reads
+            reads += 1
+            return meter.joules()
+
+    lab.power(Counting())
+    assert lab.steps > 360 and reads == 4
+
+
+def test_a_meter_that_stands_still_is_an_error() -> None:
+    lab = Lab()
+    with pytest.raises(energy.MeterError, match="stuck has not moved in 10 s of training"):
+        lab.power(energy.recorded([5.0], "stuck"))
+
+
+@pytest.mark.parametrize("name", ["conv_net", "transformer"])
+def test_measuring_power_leaves_no_trace(name: str) -> None:
+    model, optimizer, loss, batch = mid_training(ZOO[name])
+    before, clock = fingerprint(model, optimizer), Clock()
+
+    def slow(model: nn.Module, batch: Any) -> torch.Tensor:
+        clock.now += 0.5
+        return loss(model, batch)
+
+    measure.power(model, optimizer, slow, batch, clock.meter(5.0), clock=clock)
+    assert fingerprint(model, optimizer) == before
+    with pytest.raises(RuntimeError, match="midway"):
+        measure.power(model, optimizer, failing(slow, 4), batch, clock.meter(5.0), clock=clock)
+    assert fingerprint(model, optimizer) == before
+
+
+# ---------------------------------------------------------------- power while training
+
+
+def fed(power: energy.Power, clock: Clock, meter: energy.Meter, steps: int, seconds: float, pause: float = 0.0) -> float | None:
+    """Ten steps at a time, with a pause after each."""
+    took, start = 0.0, clock.now
+    power.update(meter.joules, took, 0.0)
+    for _ in range(steps // 10):
+        clock.now += 10 * (seconds + pause)
+        took += 10 * seconds
+        power.update(meter.joules, took, clock.now - start)
+    return power.watts
+
+
+def test_watts_follow_the_meter_whatever_its_jumps() -> None:
+    for jump in (0.0, 0.1):
+        clock = Clock()
+        watts = fed(energy.Power(100.0), clock, clock.meter(300.0, jump), steps=4000, seconds=0.013)
+        assert watts == pytest.approx(300.0, rel=0.02)
+
+
+def test_the_first_window_counts_in_full_where_nothing_was_known() -> None:
     clock = Clock()
-    meter = energy.Meter("a lamp", energy.integral(lambda: 60.0, clock), every=3600.0)  # the real wait: an hour, unless stopped
-    clock.now += 1.0
-    meter.close()
-    clock.now += 1.0
-    assert meter.joules() == pytest.approx(60)  # up to the closing, and no further
+    assert fed(energy.Power(), clock, clock.meter(40.0), steps=10, seconds=0.3) == pytest.approx(40.0)
+    assert energy.Power().update(lambda: 5.0, 5.0, 5.0) is None
 
 
-def test_an_error_in_the_thread_is_told_by_the_next_reading() -> None:
-    readings, gone = iter([0.0, 5.0]), threading.Event()
-
-    def read() -> float:
-        value = next(readings, None)
-        if value is None:
-            gone.set()
-            raise OSError("the device is gone")
-        return value
-
-    with energy.Meter("a socket", energy.counter(read), every=0.0, wait=lambda stop, seconds: False) as meter:
-        assert gone.wait(10)
-        with pytest.raises(energy.MeterError, match=r"a socket cannot .* \(the device is gone\)\. It had counted 5 J"):
-            meter.joules()  # and the loop has ended by itself: nothing else would stop this one
+def test_windows_that_steps_do_not_fill_are_left_out() -> None:
+    clock = Clock()
+    assert fed(energy.Power(100.0), clock, clock.meter(300.0), steps=2000, seconds=0.02, pause=0.02) == 100.0
 
 
-def test_power_that_is_negative_is_not_drawn() -> None:
-    watts = iter([1.0, -1.0])
-    with (
-        energy.Meter("a battery", energy.integral(lambda: next(watts), Clock())) as meter,
-        pytest.raises(energy.MeterError, match="-1 W"),
-    ):
-        meter.joules()
+def test_the_meter_is_read_once_in_two_seconds() -> None:
+    readings = iter(range(100))
+    power = energy.Power()
+    for step in range(100):
+        power.update(lambda: float(next(readings)), 0.125 * step, 0.125 * step)
+    assert next(readings) == 7
 
 
-@given(st.lists(st.floats(0, 999), min_size=2), st.lists(st.tuples(st.floats(0, 60), st.floats(0, 1e4)), min_size=1))
-def test_the_total_never_falls(counts: list[float], samples: list[tuple[float, float]]) -> None:
-    values, clock, power = iter([*counts, counts[-1]]), Clock(), [0.0]
-    with energy.Meter("wrapping", energy.counter(lambda: next(values), span=1000.0)) as meter:
-        totals = [meter.joules() for _ in counts[1:]]
-    assert totals == sorted(totals) and totals[0] >= 0
-    with energy.Meter("sampled", energy.integral(lambda: power[0], clock)) as meter:
-        totals = []
-        for seconds, power[0] in samples:
-            clock.now += seconds
-            totals.append(meter.joules())
-    assert totals == sorted(totals) and totals[0] >= 0
+def test_an_evaluation_does_not_spoil_the_windows_after_it() -> None:
+    clock, power = Clock(), energy.Power(100.0)
+    meter = clock.meter(300.0)
+    power.update(meter.joules, 0.0, 0.0)
+    clock.now += 60.0
+    assert power.update(meter.joules, 0.5, 60.0) == 100.0
+    clock.now += 2.0
+    assert power.update(meter.joules, 2.5, 62.0) == pytest.approx(150.0)
 
 
-def test_many_may_read_at_once() -> None:
-    ticks = iter(range(10_000))
-    with energy.Meter("a shared one", energy.counter(lambda: float(next(ticks)))) as meter:
-        seen: list[list[float]] = [[] for _ in range(4)]
-        threads = [threading.Thread(target=lambda own=own: own.extend(meter.joules() for _ in range(500))) for own in seen]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert all(own == sorted(own) for own in seen)
-        assert meter.joules() == 2001
+def test_a_meter_that_stands_still_changes_nothing() -> None:
+    assert fed(energy.Power(100.0), Clock(), energy.recorded([5.0]), steps=1000, seconds=0.02) == 100.0
+
+
+# ---------------------------------------------------------------- budgets
+
+
+def unasked(*_: Any) -> Any:
+    raise AssertionError("plan() works on what it is given")
+
+
+def policy(**budget: Any) -> Policy:
+    return Policy(unasked, unasked, unasked, milp() if len(budget) > 1 else knapsack(), budget=Budget(**budget))
+
+
+FOUR = chain_profile(own=[1, 2, 3, 4], way=[1, 1, 1, 0], base=7)  # a full step takes 20 s
+METERED = FOUR.with_watts(50.0)  # and 1 kJ
+VALUES: dict[Unit, float] = dict(zip(units(4), (1.0, 5.0, 2.0, 9.0), strict=True))
+
+
+def chosen(profile: Profile, correction: float | None = None, **budget: Any) -> Selection:
+    return plan(policy(**budget), profile, VALUES, correction=correction)
+
+
+def test_joules_are_watts_times_seconds() -> None:
+    for picked in ([], list(VALUES)[:2], list(VALUES)):
+        cost = METERED.cost(picked)
+        assert cost.joules == 50.0 * cost.seconds and replace(cost, joules=None) == FOUR.cost(picked)
+    assert METERED.full.joules == 1000.0 and FOUR.full.joules is None
+    assert METERED.alone(tuple(VALUES)) == [METERED.cost([unit]) for unit in VALUES]
+
+
+@pytest.mark.parametrize(("joules", "seconds"), [("700J", "14s"), ("0.65kJ", "13s"), (0.8, 0.8), (1.0, 1.0)])
+def test_a_budget_in_joules_chooses_what_its_seconds_would(joules: float | str, seconds: float | str) -> None:
+    picked = chosen(METERED, energy=joules)
+    assert picked.units == chosen(FOUR, time=seconds).units
+    assert picked.cost.joules is not None and picked.cost.joules <= picked.limit["joules"]
+    assert picked.asked == {"joules": Budget(energy=joules).limits(METERED.full)["joules"]}
+
+
+def test_the_tighter_of_time_and_energy_decides() -> None:
+    assert chosen(METERED, energy="700J", time=0.9).units == chosen(FOUR, time="14s").units
+    assert chosen(METERED, energy="900J", time="13s").units == chosen(FOUR, time="13s").units
+
+
+@laws(50)
+@given(st.floats(1.0, 500.0), st.floats(0.42, 1.0))
+def test_no_choice_is_over_its_joules(watts: float, share: float) -> None:
+    picked = chosen(FOUR.with_watts(watts), energy=share)
+    assert picked.share("joules") <= share * (1 + 1e-6)
+
+
+def test_a_budget_below_the_floor_names_it_in_joules() -> None:
+    with pytest.raises(BudgetError) as refused:
+        chosen(METERED, energy="390J")
+    assert str(refused.value) == (
+        "energy=0.390 (390 J) is below the floor of 0.400 (400 J): the forward pass alone takes 0.350 (350 J) of a full step "
+        "and the cheapest unit ('u0') adds 0.050 (50 J). Use energy>=0.400 (400 J)."
+    )
+    assert chosen(METERED, energy=0.4).share("joules") == pytest.approx(0.4)
+
+
+def test_without_a_measured_power_energy_is_refused() -> None:
+    for amount in (0.5, "3J"):
+        with pytest.raises(BudgetError, match="this profile holds no joules"):
+            chosen(FOUR, energy=amount)
+
+
+def test_a_correction_of_time_is_one_of_joules_too() -> None:
+    """Steps that take 1.25 times as long as predicted draw 1.25 times the joules, so less is planned for."""
+    corrected = chosen(METERED, 0.8, energy="875J")
+    assert corrected.limit["joules"] == 700.0 and corrected.asked["joules"] == 875.0
+    assert corrected.units == chosen(METERED, energy="700J").units
+    assert chosen(METERED, 0.1, energy="875J").limit["joules"] == 400.0, "never below the floor"
+
+
+def test_other_watts_change_what_fits_and_not_what_a_full_step_means() -> None:
+    thrifty = METERED.with_watts(40.0)
+    assert thrifty.full.joules == 1000.0 and thrifty.cost(VALUES).joules == 800.0
+    assert chosen(thrifty, energy=0.8).units == tuple(VALUES), "steps that draw less power may take longer"
+    assert chosen(METERED, energy=0.8).units != tuple(VALUES)
+    assert thrifty.full == thrifty.on(Mode(lean=True)).full == thrifty.with_watts(60.0).full
+
+
+def test_the_longest_step_that_the_limits_allow() -> None:
+    assert METERED.seconds_within({"joules": 500.0}) == 10.0
+    assert METERED.seconds_within({"joules": 500.0, "seconds": 8.0}) == 8.0
+    assert METERED.seconds_within({"bytes": 8.0}) is None
+    assert FOUR.seconds_within({"seconds": 8.0}) == 8.0
+
+
+def test_watts_are_saved_and_older_profiles_have_none() -> None:
+    again = METERED.with_watts(40.0)
+    assert Profile.from_json(again.to_json()) == again
+    older = FOUR.to_json()
+    del older["watts"]
+    assert Profile.from_json(older) == FOUR
+
+
+@pytest.mark.parametrize("watts", [0.0, -1.0, float("nan"), float("inf")])
+def test_power_that_is_none_is_refused(watts: float) -> None:
+    with pytest.raises(ValueError, match="watts="):
+        FOUR.with_watts(watts)
+
+
+def test_selections_tell_joules_where_they_are_known() -> None:
+    assert "0.70 of a full step's joules" in str(chosen(METERED, energy="700J"))
+    assert "joules" not in str(chosen(FOUR, time="14s"))
+
+
+def test_the_default_recipe_takes_energy() -> None:
+    assert recipes.pliant(energy="3J").budget == Budget(energy="3J")

@@ -32,7 +32,7 @@ EXTRAS = (
     ("PIL", "pliant[images]", "folders of images and packed sets"),
     ("timm", "timm", "models by the name timm:NAME"),
     ("tensorboard", "pliant[tensorboard]", "`--log-to tensorboard`"),
-    ("pynvml", "pliant[energy]", "joules of NVIDIA GPUs"),
+    ("zeus", "pliant[energy]", "joules of GPUs, CPUs and boards: budgets with `energy=`"),
     *((("tomli", "pliant[toml]", "options in a file: `--config`"),) if sys.version_info < (3, 11) else ()),
 )
 
@@ -146,13 +146,11 @@ def _measures(devices: Sequence[torch.device]) -> list[Finding]:
     process = "; memory of the process" if tells else "; the memory of the process is not told here"
     found.append(Finding("measures", "memory", "there", f"every tensor of a step{process}"))
     for device in devices:
-        meter = energy.meter(device)
-        if meter is not None:
-            with meter:
-                found.append(Finding("measures", f"energy, {device}", "there", meter.name))
-        else:
-            remedy = "pip install 'pliant[energy]'" if device.type == "cuda" and _version("pynvml") is None else ""
-            found.append(Finding("measures", f"energy, {device}", "missing", energy.missing(device), remedy))
+        try:
+            found.append(Finding("measures", f"energy, {device}", "there", energy.required(device).name))
+        except energy.MeterError as error:
+            remedy = "pip install 'pliant[energy]'" if _version("zeus") is None else ""
+            found.append(Finding("measures", f"energy, {device}", "missing", str(error), remedy))
     return found
 
 

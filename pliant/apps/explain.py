@@ -8,7 +8,7 @@ from typing import Any
 from pliant.core.types import Unit
 from pliant.session.session import Session
 
-WORDS = {"seconds": "time", "bytes": "memory", "macs": "macs"}  # of a cost → of a budget
+WORDS = {"seconds": "time", "bytes": "memory", "macs": "macs", "joules": "energy"}  # of a cost → of a budget
 
 
 def explained(session: Session) -> dict[str, Any]:
@@ -18,6 +18,7 @@ def explained(session: Session) -> dict[str, Any]:
     may not have been looked at: its value says nothing.
     """
     chosen, profile = session.selection, session.profile
+    base = profile.metered(profile.base)
     full = {name: getattr(profile.full, name) for name in WORDS if getattr(profile.full, name)}
 
     def shares(units: Sequence[Unit]) -> dict[str, float]:
@@ -58,7 +59,7 @@ def explained(session: Session) -> dict[str, Any]:
         "recipe": session.policy.name,
         "origin": dict(profile.origin),
         "full": full,
-        "forward": {name: getattr(profile.base, name) / whole for name, whole in full.items() if name != "bytes"},
+        "forward": {name: getattr(base, name) / whole for name, whole in full.items() if name != "bytes"},
         "asked": {name: limit / full[name] for name, limit in chosen.asked.items()},
         "cost": shares(chosen.units),
         "value": sum(max(chosen.values[unit.name], 0.0) for unit in chosen.units) / total if total else None,

@@ -66,7 +66,12 @@ def plan(
     )
 
 
-_SAID = {"seconds": ("time", 1e-3, "ms"), "bytes": ("memory", 1e6, "MB"), "macs": ("macs", 1e6, "MMAC")}
+_SAID = {
+    "seconds": ("time", 1e-3, "ms"),
+    "bytes": ("memory", 1e6, "MB"),
+    "macs": ("macs", 1e6, "MMAC"),
+    "joules": ("energy", 1.0, "J"),
+}
 
 
 def heading(found: dict[str, Any]) -> str:

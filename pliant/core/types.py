@@ -147,7 +147,7 @@ class Selection:
     def __str__(self) -> str:
         shares = [
             f"{self.share(name):.2f} of a full step's {name}"
-            for name in ("seconds", "bytes", "macs")
+            for name in ("seconds", "bytes", "macs", "joules")
             if getattr(self.full, name)
         ]
         names = ", ".join(unit.name for unit in self.units[:6]) + (", …" if len(self.units) > 6 else "")
@@ -155,7 +155,7 @@ class Selection:
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: what was chosen, and what that is worth."""
-        known = [name for name in ("seconds", "bytes", "macs") if getattr(self.full, name)]
+        known = [name for name in ("seconds", "bytes", "macs", "joules") if getattr(self.full, name)]
         costs = ", ".join(f"{text.share(self.share(name))} of a full step’s {name}" for name in known)
         rows = [(unit.name, text.number(self.values.get(unit.name))) for unit in self.units]
         title = f"Round {self.round}, from step {self.step + 1}: {len(self.units)} of {len(self.values)} units; {costs}"

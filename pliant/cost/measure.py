@@ -7,6 +7,7 @@ does not need, it ignores.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,6 +30,7 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch, device_name, undisturbed
+from pliant.runtime.energy import Meter
 from pliant.runtime.memory import LiveBytes, StandIns, storage
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
@@ -129,6 +131,30 @@ def timed(
             norms.release_()
             profile = replace(profile, plain=trial.plain(profile, repeats))
     return profile
+
+
+def power(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    meter: Meter,
+    *,
+    update: Update | None = None,
+    around: Around = nullcontext,
+    least: float = 2.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Mean watts of plain full steps on this device, over at least `least` seconds: what `Profile.with_watts` takes.
+
+    Leaves no trace. The meter must cover the device that the model is on (`energy.required`).
+    """
+    params = trainable(model)
+    with sandbox(model), undisturbed():
+        trial = StepTiming(
+            model, optimizer, loss, batch, params, BatchNormModes(model, "as-is"), (update or Update()).apart(), around
+        )
+        return trial.watts(meter, least, clock)
 
 
 def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:

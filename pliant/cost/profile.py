@@ -52,6 +52,8 @@ class Profile:
     a cache, some of its seconds where it runs as inference. `base` then holds only the rest, and the spared part is due for
     the layers from the loss to the first chosen one. `other_seconds` are those of each charge, and last of `base` with nothing
     spared, for captured steps; where the profile is one of captured steps, for steps that are not. Empty: no difference known.
+
+    `watts` is the mean power of training steps, where it is measured: joules are watts × seconds.
     """
 
     charges: tuple[Charge, ...]
@@ -67,6 +69,7 @@ class Profile:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     spared: float = 0.0
     other_seconds: tuple[float, ...] = ()
+    watts: float | None = None
 
     def __post_init__(self) -> None:
         for i, charge in enumerate(self.charges):
@@ -106,6 +109,25 @@ class Profile:
             other_seconds=whole.seconds,
         )
 
+    def with_watts(self, watts: float) -> Profile:
+        """The same profile at this measured power. A full step, the meaning of 1.0, keeps the joules that it had first."""
+        if not (math.isfinite(watts) and watts > 0):
+            raise ValueError(f"watts={watts}: measured power is a positive number.")
+        return replace(self, watts=watts, plain=self.plain if self.watts is None else self.full)
+
+    def metered(self, cost: Cost) -> Cost:
+        """The same cost with its joules, where power is known and they are not."""
+        if self.watts is None or cost.joules is not None:
+            return cost
+        return replace(cost, joules=self.watts * cost.seconds)
+
+    def seconds_within(self, limits: Mapping[str, float]) -> float | None:
+        """The longest step that these limits allow by their seconds and, at the measured power, their joules; None: any."""
+        allowed = [limits["seconds"]] if "seconds" in limits else []
+        if "joules" in limits and self.watts is not None:
+            allowed.append(limits["joules"] / self.watts)
+        return min(allowed, default=None)
+
     @property
     def seconds(self) -> tuple[float, ...]:
         """Of each charge, and last of `base`."""
@@ -144,7 +166,7 @@ class Profile:
         due = self.due(units)
         seconds = self.base.seconds + math.fsum(charge.cost.seconds for charge in due)
         macs = self.base.macs + sum(charge.cost.macs for charge in due)
-        return Cost(seconds, self.base.bytes + int(self._standing(due).max()) - max(self.moments), macs)
+        return self.metered(Cost(seconds, self.base.bytes + int(self._standing(due).max()) - max(self.moments), macs))
 
     def alone(self, units: tuple[Unit, ...]) -> list[Cost]:
         """For each unit, what a step costs when just that one is chosen: `cost([unit])`, for all of them at once."""
@@ -152,7 +174,7 @@ class Profile:
         seconds, macs = (self.base.seconds + table.seconds @ table.needed, self.base.macs + table.macs @ table.needed)
         peaks = (table.standing[:, None] + table.bytes @ table.needed).max(0, initial=0.0)
         amounts = zip(seconds.tolist(), peaks.tolist(), macs.tolist(), strict=True)
-        return [Cost(s, self.base.bytes + math.ceil(b), math.ceil(m)) for s, b, m in amounts]
+        return [self.metered(Cost(s, self.base.bytes + math.ceil(b), math.ceil(m))) for s, b, m in amounts]
 
     def with_one_more(self, units: tuple[Unit, ...], chosen: Iterable[Unit]) -> list[float]:
         """For each unit, the seconds of a step that trains it beside those that are chosen."""
@@ -276,7 +298,7 @@ class Profile:
     @cached_property
     def full(self) -> Cost:
         """What a plain full step costs, on the kernels that this was measured on: the meaning of 1.0 in a budget."""
-        return self.plain or self.cost([self.everything])
+        return self.metered(self.plain or self.cost([self.everything]))
 
     @property
     def everything(self) -> Unit:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,12 +24,15 @@ from pliant.graph.backward import Graph, compute_loss
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
+from pliant.runtime.energy import Meter, MeterError
 from pliant.runtime.memory import LiveBytes
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 
 _NOISE = 0.01  # relative, of a whole step
 _TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
+_READ_EVERY, _MOST_AT_ONCE = 0.02, 1000  # seconds, and steps, that run before an energy meter is read again
+_PATIENCE = 10.0  # seconds that an energy meter may stand still
 _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that may be
 
 
@@ -90,6 +94,41 @@ class StepTiming:
             live.forget()
             self.step(chosen)
             return live.peak, alone
+
+    def watts(self, meter: Meter, least: float, clock: Callable[[], float]) -> float:
+        """Mean power of full steps, one after the other, over at least `least` seconds between two jumps of the meter.
+
+        A GPU waits while its meter is read (4 ms on an H200), so the meter is read at both ends alone. Before that, steps run
+        for half as long: clocks rise under load.
+        """
+        self.step(self.params)  # sets what trains, and makes the optimizer's state
+        start = clock()
+        self.step(self.params)
+        steps = min(math.ceil(_READ_EVERY / max(clock() - start, 1e-6)), _MOST_AT_ONCE)
+
+        def train() -> float:
+            for _ in range(steps):
+                self._step()
+            self.watch.settle()
+            return clock()
+
+        def jump() -> tuple[float, float]:
+            before, now = meter.joules(), clock()
+            patience = now + _PATIENCE
+            while now < patience:
+                now, joules = train(), meter.joules()
+                if joules > before:
+                    return now, joules
+            raise MeterError(f"{meter.name} has not moved in {_PATIENCE:.0f} s of training: energy= needs one that does.")
+
+        until = clock() + least / 2
+        while train() < until:
+            pass
+        begun, first = jump()
+        while train() < begun + least:
+            pass
+        ended, last = jump()
+        return (last - first) / (ended - begun)
 
     # ------------------------------------------------------------ the optimizer
 

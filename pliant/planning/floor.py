@@ -62,7 +62,7 @@ def say(name: str, amount: float, full: Cost, toward: Callable[[float], float] =
     """An amount as a share of a full step, and as it is. Floors round up, so that a floor that is named is one that works."""
     whole, slack = getattr(full, name), (1 - SLACK / 2 if toward is np.ceil else 1 + SLACK / 2)
     share = toward(amount / whole * 1000 * slack) / 1000 if whole else float("nan")
-    unit, size = {"seconds": ("ms", 1e-3), "bytes": ("KB", 1e3), "macs": ("KMAC", 1e3)}[name]
+    unit, size = {"seconds": ("ms", 1e-3), "bytes": ("KB", 1e3), "macs": ("KMAC", 1e3), "joules": ("J", 1.0)}[name]
     digits = 10.0 ** (np.floor(np.log10(amount / size)) - 3) if amount > 0 else 1.0
     return f"{share:.3f} ({toward(amount / size / digits * slack) * digits:.10g} {unit})"
 

@@ -32,7 +32,8 @@ def plan(
     multiplies the seconds to plan for (never below the floor), since steps may run slower or faster than predicted. `within`
     are the bytes to plan for, between the floor and what was asked. A choice `near` is changed as little as possible: units
     are added to it where the budget leaves room, and taken from it where it costs too much.
-    Where nothing of it can stay, and for a `Rotating` solver, the choice is a fresh one.
+    Where nothing of it can stay, and for a `Rotating` solver, the choice is a fresh one. Joules are
+    corrected as seconds are.
     """
     progress = progress if progress is not None else Progress()
     units = tuple(values)
@@ -44,22 +45,22 @@ def plan(
     always = always_chosen(policy, profile, units)
     full = profile.full
     asked = policy.budget.limits(full, progress)
-    if "joules" in asked:
-        raise BudgetError("a budget in joules cannot be kept yet: profiles hold no joules.")
+    base = profile.metered(profile.base)
     table, limit = _that_cost(profile.table(units)), dict(asked)
     done = progress.fraction if progress.total_steps is not None else None
 
     def problem_within(limit: Mapping[str, float]) -> Problem:
-        price, room, resource = _rows(table, profile.base, limit)
+        price, room, resource = _rows(table, base, limit, profile.watts)
         turn = progress.round, policy.seed
         return Problem(names, worth, table.needed, price, room, always, *turn, resource, *profile.sizes(units), done)
 
     floor, what = floor_of(problem_within(limit), profile, units)
-    if correction is not None and "seconds" in limit:
-        limit["seconds"] = max(limit["seconds"] * correction, floor.seconds)
+    for name in ("seconds", "joules"):
+        if correction is not None and name in limit:
+            limit[name] = max(limit[name] * correction, getattr(floor, name))
     if within is not None and "bytes" in limit:
         limit["bytes"] = min(limit["bytes"], max(within, floor.bytes))
-    check_floor(floor, what, profile.base, limit, full)
+    check_floor(floor, what, base, limit, full)
     problem = problem_within(limit)
     held = np.isin(names, [] if isinstance(policy.solver, Rotating) else [unit.name for unit in near])
     if held.any() and not problem.fits(held):
@@ -109,13 +110,16 @@ def _that_cost(table: PriceTable) -> PriceTable:
     return PriceTable(table.needed[some], table.seconds[some], table.bytes[:, some], table.standing, table.macs[some])
 
 
-def _rows(table: PriceTable, base: Cost, limit: Mapping[str, float]) -> tuple[Array, Array, tuple[str, ...]]:
+def _rows(
+    table: PriceTable, base: Cost, limit: Mapping[str, float], watts: float | None
+) -> tuple[Array, Array, tuple[str, ...]]:
     """The prices of the limited resources, the limits less the forward pass, and the resource of each row."""
     prices: list[Array] = []
     room: list[float] = []
     resource: list[str] = []
     for name, amount in limit.items():
-        rows = {"seconds": table.seconds[None], "macs": table.macs[None], "bytes": table.bytes}[name]
+        joules = table.seconds[None] * (watts or 0.0)
+        rows = {"seconds": table.seconds[None], "macs": table.macs[None], "bytes": table.bytes, "joules": joules}[name]
         standing = table.standing if name == "bytes" else np.zeros(1)
         prices += list(rows)
         room += (amount * (1 + SLACK) - getattr(base, name) - standing).tolist()

@@ -30,7 +30,13 @@ from pliant.planning.policy import Policy
 
 
 def pliant(
-    time: Limit = None, memory: Limit = None, macs: Limit = None, *, when: Schedule | None = None, seed: int = 0
+    time: Limit = None,
+    memory: Limit = None,
+    macs: Limit = None,
+    energy: Limit = None,
+    *,
+    when: Schedule | None = None,
+    seed: int = 0,
 ) -> Policy:
     """Ours, and the default: whole layers that cover their neighbours, inside every budget at once, chosen again on drift."""
     return Policy(
@@ -39,7 +45,7 @@ def pliant(
         timed,
         solve.coverage(),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
-        Budget(time=time, memory=memory, macs=macs),
+        Budget(time=time, memory=memory, macs=macs, energy=energy),
         seed=seed,
         name="pliant",
     )

@@ -1,257 +1,202 @@
-"""Joules, read from a real meter (NVML, RAPL, a Jetson's sensor); without one there is no number and never an estimate."""
+"""Joules from a real meter, through the package zeus (`pip install 'pliant[energy]'`). Without a meter there is no number."""
 
 from __future__ import annotations
 
 import importlib
-import re
-import threading
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import io
+import os
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from typing import Any, Protocol
 
 import torch
 
 from pliant.core.errors import PliantError
 
-_SAMPLE_SECONDS = 0.05
-_SAMPLED = f"sampled every {_SAMPLE_SECONDS * 1e3:.0f} ms"
-_WRAP_SECONDS = 30.0  # a RAPL counter of 65 kJ wraps once at most in this time, up to 2 kW
-_BOARD_RAIL = "VDD_IN"  # the rail that feeds the whole module; others are parts of it
-
-Clock = Callable[[], float]
-Wait = Callable[[threading.Event, float], bool]  # (stop, seconds) → whether to stop
+_WINDOW_SECONDS = 2.0  # of steps: a counter that moves every 0.1 s is then read to 5 %
+_WEIGHT = 0.25  # of the newest window in the smoothed power
+_BUSY = 0.8  # share of a window that steps must fill, or the window says little about steps
+_BY_DEVICE = {"cuda": ("GPU", "SoC"), "cpu": ("CPU", "SoC"), "mps": ("SoC",)}  # in which order sources are tried
+_ON_SOC = {"cuda": ("total_energy_mj",), "cpu": ("total_energy_mj", "cpu_total_mj"), "mps": ("gpu_mj",)}
+_HINTS = {
+    "cuda": "Check that `nvidia-smi` or `amd-smi` shows this GPU.",
+    "cpu": "On Linux, CPU counters are readable by root alone: chmod a+r /sys/class/powercap/intel-rapl*/energy_uj.",
+}
 
 
 class MeterError(PliantError, RuntimeError):
-    """A meter that cannot be read, or no longer."""
+    """There is no meter, or it cannot be read."""
 
 
-class Meter:
-    """A running total of joules since it was opened; `name` says in words what it reads. Close it: a thread may read along.
+class Meter(Protocol):
+    """Joules so far, from an arbitrary start; never falls. `name` says what is read."""
 
-    >>> readings = iter([10.0, 12.5, 12.5])
-    >>> with Meter("a shelf meter", counter(lambda: next(readings))) as shelf:
-    ...     shelf.joules()
-    2.5
+    @property
+    def name(self) -> str: ...
+
+    def joules(self) -> float: ...
+
+
+class CounterMeter:
+    """Joules since it was opened, from a counter of joules.
+
+    A counter that wrapped reads low until zeus notices it, so a reading below an earlier one is ignored.
+
+    >>> readings = iter([10.0, 12.5, 11.0])
+    >>> meter = CounterMeter("a shelf meter", lambda: next(readings))
+    >>> meter.joules(), meter.joules()
+    (2.5, 2.5)
     """
 
-    def __init__(
-        self,
-        name: str,
-        advance: Callable[[], float],
-        every: float | None = None,
-        shut: Callable[[], None] | None = None,
-        wait: Wait = threading.Event.wait,
-    ) -> None:
-        """`advance` gives the joules since its previous call; with `every`, a thread calls it that often (seconds)."""
-        self.name = name
-        self._read, self._shut, self._wait = advance, shut, wait
-        self._total, self._closed = 0.0, False
-        self._failure: Exception | None = None
-        self._lock, self._stop = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
-        if every is not None:
-            self._thread = threading.Thread(target=self._follow, args=(every,), name=f"pliant meter: {name}", daemon=True)
-            self._thread.start()
+    def __init__(self, name: str, read: Callable[[], float]) -> None:
+        self.name, self._read = name, read
+        self._start, self._most = read(), 0.0
 
     def joules(self) -> float:
-        """Joules since the meter was opened, or until it was closed; never falls."""
-        self._advance()
-        with self._lock:
-            if self._failure is not None:
-                what = f"{self.name} cannot be read any more ({self._failure}). It had counted {self._total:.6g} J until then."
-                raise MeterError(f"{what} Open a new meter.") from self._failure
-            return self._total
-
-    def close(self) -> None:
-        """Take a last reading, stop the thread and let the source go; `joules()` keeps the total."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._advance()
-        with self._lock:
-            closed, self._closed = self._closed, True
-        if self._shut is not None and not closed:
-            self._shut()
-
-    def _follow(self, every: float) -> None:
-        while not self._wait(self._stop, every) and self._failure is None:
-            self._advance()
-
-    def _advance(self) -> None:
-        with self._lock:
-            if self._closed or self._failure is not None:
-                return
-            try:
-                self._total += self._read()
-            except Exception as error:  # whatever a source raises, `joules()` tells it, also when it happened in the thread
-                self._failure = error
-
-    def __enter__(self) -> Meter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            self._most = max(self._most, self._read() - self._start)
+        except Exception as error:  # each source has its own exceptions
+            raise MeterError(f"{self.name} cannot be read any more: {_said(error)}. Open a new meter.") from error
+        return self._most
 
 
-def counter(read: Callable[[], float], span: float | None = None) -> Callable[[], float]:
-    """Joules since the previous call, off a counter of joules that starts again from 0 after `span`."""
-    last = read()
+def recorded(readings: Iterable[float], name: str = "a recorded meter") -> CounterMeter:
+    """A meter that replays counter readings, for tests; after the last one it stands still."""
+    left = iter(readings)
+    last = 0.0
 
-    def advance() -> float:
+    def read() -> float:
         nonlocal last
-        now = read()
-        grown = now - last
-        if grown < 0 and span is not None:
-            grown += span
-        if grown < 0:
-            raise MeterError(f"its counter fell from {last:.6g} to {now:.6g} J: it was reset")
-        last = now
-        return grown
+        last = next(left, last)
+        return last
 
-    return advance
+    return CounterMeter(name, read)
 
 
-def integral(watts: Callable[[], float], clock: Clock = time.monotonic) -> Callable[[], float]:
-    """Joules since the previous call, off readings of power: (P₀ + P₁) / 2 · (t₁ − t₀)."""
+class Power:
+    """Watts of training, smoothed: joules per second that passed, over windows of two seconds of steps.
 
-    def sample() -> tuple[float, float]:
-        power = watts()
-        if power < 0:
-            raise MeterError(f"it reads {power:.6g} W: that is no power drawn")
-        return clock(), power
+    Windows that steps do not fill (evaluation, slow data loading) are left out, and those in which the meter did not move.
 
-    then, before = sample()
-
-    def advance() -> float:
-        nonlocal then, before
-        now, power = sample()
-        grown = (before + power) / 2 * (now - then)
-        then, before = now, power
-        return grown
-
-    return advance
-
-
-def meter(
-    device: torch.device | str = "cpu",
-    root: Path = Path("/sys"),
-    clock: Clock = time.monotonic,
-    wait: Wait = threading.Event.wait,
-) -> Meter | None:
-    """The best meter for what runs on this device, or None where there is none: `missing` says why.
-
-    It reads the whole GPU, CPU packages or board, whoever uses them, and nothing else: a GPU's joules hold none of its host's.
-    It does not wait for a GPU: synchronize before you read. A counter moves in steps (an H200's every 0.1 s) and sampled power
-    may lag (newer GPUs give a mean over a second), so read over many steps, not over one.
+    >>> power = Power(100.0)
+    >>> [power.update(lambda: joules, seconds=t, elapsed=t) for joules, t in [(0.0, 0.0), (400.0, 2.0), (500.0, 2.5)]]
+    [100.0, 125.0, 125.0]
     """
-    found = _find(device, root, clock, wait)
-    return None if isinstance(found, str) else found
+
+    def __init__(self, watts: float | None = None) -> None:
+        self.watts = watts
+        self._since: tuple[float, float, float] | None = None
+
+    def update(self, read: Callable[[], float], seconds: float, elapsed: float) -> float | None:
+        """The smoothed power, None as long as nothing is known. `seconds` are those of all steps so far, `elapsed` those that
+        passed. `read` (`meter.joules`) is called at the ends of windows alone, since a GPU's meter takes milliseconds."""
+        before, busy, passed = self._since, 0.0, 0.0
+        if before is not None:
+            busy, passed = seconds - before[1], elapsed - before[2]
+            if busy < _WINDOW_SECONDS and passed < 2 * _WINDOW_SECONDS:
+                return self.watts
+        joules = read()
+        self._since = joules, seconds, elapsed
+        if before is not None and joules > before[0] and busy >= _BUSY * passed:
+            watts = (joules - before[0]) / passed
+            self.watts = watts if self.watts is None else self.watts + _WEIGHT * (watts - self.watts)
+        return self.watts
 
 
-def missing(device: torch.device | str = "cpu", root: Path = Path("/sys")) -> str:
-    """Why there is no meter for this device, source by source; empty where there is one."""
-    found = _find(device, root, time.monotonic, lambda stop, seconds: True)
-    if isinstance(found, str):
-        return found
-    found.close()
+def meter(device: torch.device | str = "cpu") -> Meter | None:
+    """The meter for what runs on this device, or None: `missing` says why.
+
+    It reads a whole GPU, all CPU packages or a whole board, whoever uses them. A GPU's joules do not include its host's.
+    Wait for the GPU before you read (`torch.cuda.synchronize`), and read over seconds: counters move in jumps of up to 0.1 s.
+    """
+    try:
+        return required(device)
+    except MeterError:
+        return None
+
+
+def missing(device: torch.device | str = "cpu") -> str:
+    """Why there is no meter for this device; empty where there is one."""
+    try:
+        required(device)
+    except MeterError as error:
+        return str(error)
     return ""
 
 
-def _find(device: torch.device | str, root: Path, clock: Clock, wait: Wait) -> Meter | str:
+def required(device: torch.device | str = "cpu") -> Meter:
+    """The meter for what runs on this device; `MeterError` where there is none."""
     where = torch.device(device)
-    probes: dict[str, Callable[[], Meter]] = {}
-    if where.type == "cuda":
-        probes["NVML"] = lambda: _nvml(where, clock, wait)
-    if where.type == "cpu":
-        probes["RAPL"] = lambda: _rapl(root, wait)
-    if where.type in ("cuda", "cpu"):
-        probes["Jetson"] = lambda: _jetson(root, clock, wait)  # one sensor for the board, so for its GPU too
-    reasons = []
-    for source, probe in probes.items():
+    zeus = _zeus()
+    tried = []
+    for source in _BY_DEVICE.get(where.type, ()):
         try:
-            return probe()
-        except PermissionError as error:
-            reasons.append(f"{source}: {error.filename} may not be read (permission denied; as root: chmod a+r)")
-        except (MeterError, OSError, ValueError) as error:
-            reasons.append(f"{source}: {error}")
-    return "no meter here: " + ("; ".join(reasons) or f"no source knows devices of type {where.type!r}")
+            with redirect_stdout(io.StringIO()):  # amdsmi prints where there is no AMD GPU
+                return {"GPU": _gpu, "CPU": _cpu, "SoC": _soc}[source](zeus, where)
+        except Exception as error:  # each source has its own exceptions, and some leave those of others through
+            if "bootstrapping phase" in str(error):  # a helper process of zeus that runs the user's script: it must end here
+                raise
+            tried.append(f"{source}: {_said(error)}")
+    found = "; ".join(tried) or f"nothing for devices of type {where.type!r}"
+    hint = _HINTS.get(where.type, "Limit time= in place of energy=.")
+    raise MeterError(f"there is no energy meter for {str(where)!r}. zeus found: {found}. {hint}")
 
 
-def _nvml(device: torch.device, clock: Clock, wait: Wait) -> Meter:
+def _zeus() -> Any:
+    """`zeus.device`. Imported when asked: it takes half a second, and old versions log to the stdout that they find."""
     try:
-        nvml: Any = importlib.import_module("pynvml")
+        with redirect_stdout(io.StringIO()):
+            return importlib.import_module("zeus.device")
     except ImportError as error:
-        raise MeterError("pynvml is not installed (pip install nvidia-ml-py)") from error
-    index = device.index if device.index is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
-    if index >= torch.cuda.device_count():
-        raise MeterError(f"torch sees no GPU {index} (it sees {torch.cuda.device_count()})")
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        raise MeterError(f"the driver does not answer ({error})") from error
-    try:
-        return _gpu(nvml, torch.cuda.get_device_properties(index), clock, wait)
-    except nvml.NVMLError as error:
-        nvml.nvmlShutdown()
-        raise MeterError(f"GPU {index} gives neither energy nor power ({error})") from error
+        said = f"energy is read with the package zeus, which cannot be imported ({error})."
+        raise MeterError(f"{said} Run: pip install 'pliant[energy]'") from error
 
 
-def _gpu(nvml: Any, torchs: Any, clock: Clock, wait: Wait) -> Meter:
-    """NVML counts GPUs otherwise than torch does (CUDA_VISIBLE_DEVICES), so by UUID, else by place on the bus."""
-    if hasattr(torchs, "uuid"):
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torchs.uuid}")
-    else:
-        place = f"{torchs.pci_domain_id:08x}:{torchs.pci_bus_id:02x}:{torchs.pci_device_id:02x}.0"
-        handle = nvml.nvmlDeviceGetHandleByPciBusId(place)
-    name = f"NVML: {nvml.nvmlDeviceGetName(handle)}"
-    try:
-        advance = counter(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
-        return Meter(f"{name} (energy counter)", advance, shut=nvml.nvmlShutdown)
-    except nvml.NVMLError:  # no counter: GPUs older than Volta
-        advance = integral(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3, clock)
-        return Meter(f"{name} (power, {_SAMPLED})", advance, _SAMPLE_SECONDS, nvml.nvmlShutdown, wait)
+def _gpu(zeus: Any, where: torch.device) -> Meter:
+    index = where.index if where.index is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
+    gpus = zeus.get_gpus()
+    names = [_call(gpus, "get_name", "getName", i) for i in range(len(gpus))]
+    if index >= len(names):
+        raise MeterError(f"it sees {len(names)} GPUs, so none with index {index}")
+    if len(set(names)) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        raise MeterError("GPUs of several kinds, which CUDA numbers in another order. Set CUDA_DEVICE_ORDER=PCI_BUS_ID")
+    return CounterMeter(f"energy counter of {names[index]}", lambda: _total(gpus, index) / 1e3)
 
 
-def _rapl(root: Path, wait: Wait) -> Meter:
-    """All CPU packages together: one that cannot be read would leave half a sum, so then there is no meter."""
-    zones = root / "class" / "powercap"
-    top = [zone for zone in sorted(zones.glob("intel-rapl:*")) if re.fullmatch(r"intel-rapl:\d+", zone.name)]
-    named = [((zone / "name").read_text().strip(), zone) for zone in top]
-    packages = [(name, zone) for name, zone in named if name.startswith("package")]  # psys would count them twice
-    if not packages:
-        raise MeterError(f"no CPU package under {zones}")
-    parts = [_package(zone) for _, zone in packages]
-    names = " + ".join(name for name, _ in packages)
-    return Meter(f"RAPL: {names}", lambda: sum(part() for part in parts), _WRAP_SECONDS, wait=wait)
+def _cpu(zeus: Any, where: torch.device) -> Meter:
+    """All CPU packages together. A zone for the whole platform (psys) would count them twice."""
+    cpus = [cpu for cpu in zeus.get_cpus().cpus if _zone(cpu).startswith("package")]
+    if not cpus:
+        raise MeterError("no CPU package")
+    name = "RAPL counters of " + " + ".join(map(_zone, cpus))
+    return CounterMeter(name, lambda: sum(_total(cpu).cpu_mj for cpu in cpus) / 1e3)
 
 
-def _package(zone: Path) -> Callable[[], float]:
-    return counter(lambda: _number(zone / "energy_uj") / 1e6, span=_number(zone / "max_energy_range_uj") / 1e6)
+def _zone(cpu: Any) -> str:
+    return getattr(getattr(cpu, "rapl_file", None), "name", "package")  # zeus' daemon names none
 
 
-def _jetson(root: Path, clock: Clock, wait: Wait) -> Meter:
-    drivers = root / "bus" / "i2c" / "drivers"
-    labels = sorted(drivers.glob("ina3221*/*/hwmon/hwmon*/in*_label"))  # each device is a link: ** would not follow it
-    rails = {label.read_text().strip(): label for label in labels}
-    if not rails:
-        raise MeterError(f"no INA3221 under {drivers}")
-    if _BOARD_RAIL not in rails:
-        raise MeterError(f"its INA3221 has no rail {_BOARD_RAIL} for the whole board, only {', '.join(sorted(rails))}")
-    folder, channel = rails[_BOARD_RAIL].parent, rails[_BOARD_RAIL].name[len("in") : -len("_label")]
-    power, volts, amperes = (folder / f"{kind}{channel}_input" for kind in ("power", "in", "curr"))  # µW, mV, mA
-
-    def watts() -> float:
-        return _number(power) / 1e6 if has_power else _number(volts) * _number(amperes) / 1e6
-
-    has_power = power.exists()
-    return Meter(f"Jetson INA3221: {_BOARD_RAIL} ({_SAMPLED})", integral(watts, clock), _SAMPLE_SECONDS, wait=wait)
+def _soc(zeus: Any, where: torch.device) -> Meter:
+    if not hasattr(zeus, "get_soc"):
+        raise MeterError("this version of zeus reads none (`zeus` 0.12 and later do)")
+    soc = zeus.get_soc()
+    first = _total(soc)
+    field = next((field for field in _ON_SOC[where.type] if getattr(first, field, None) is not None), None)
+    if field is None:
+        raise MeterError(f"{type(soc).__name__} has no reading for {where.type}")
+    return CounterMeter(f"{type(soc).__name__}, {field.removesuffix('_mj')}", lambda: getattr(_total(soc), field) / 1e3)
 
 
-def _number(path: Path) -> int:
-    text = path.read_text().strip()
-    try:
-        return int(text)
-    except ValueError as error:
-        raise MeterError(f"{path} holds {text!r}, not a whole number") from error
+def _total(source: Any, *which: int) -> Any:
+    """Millijoules so far."""
+    return _call(source, "get_total_energy_consumption", "getTotalEnergyConsumption", *which)
+
+
+def _call(source: Any, name: str, old_name: str, *given: int) -> Any:
+    """zeus-ml 0.11 names its methods in camelCase; later versions warn about those names."""
+    return getattr(source, name if hasattr(source, name) else old_name)(*given)
+
+
+def _said(error: Exception) -> str:
+    kind = "" if isinstance(error, MeterError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".rstrip(".")

@@ -62,8 +62,8 @@ def train(options: Options, watch: Watch | None = None) -> Result:
             exact=options.exact or not _hangs_on_the_clock(policy, loaded.device),
             log=place.log,
         )
-        with told_of_the_disk(place), session, Spent(loaded.device) as spent:
-            return Run(options, loaded, place, session, spent, watches).go()
+        with told_of_the_disk(place), session:
+            return Run(options, loaded, place, session, Spent(loaded.device), watches).go()
 
 
 def _hangs_on_the_clock(policy: Policy, device: torch.device) -> bool:

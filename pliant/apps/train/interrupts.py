@@ -26,18 +26,9 @@ class Spent:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._meter: energy.Meter | None = None
+        self._meter = energy.meter(device)
         self._seconds, self._joules = 0.0, 0.0
-        self._since: tuple[float, float] | None = None
-
-    def __enter__(self) -> Spent:
-        self._meter = energy.meter(self._device)
-        self._since = self._now()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._meter is not None:
-            self._meter.close()
+        self._since: tuple[float, float] | None = self._now()
 
     def _now(self) -> tuple[float, float]:
         if self._device.type == "cuda":
