@@ -41,7 +41,7 @@ def evaluate(model: nn.Module, split: data.Split, step: int, log: Path) -> None:
     runlog.append(log, [line])
 
 
-def train(folder: Path, policy: Policy) -> None:
+def train(folder: Path, policy: Policy, correct: bool = True) -> None:
     """One run of `STEPS` steps, evaluated every 20 steps."""
     digits, log = data.digits(SIZE), folder / "run.jsonl"
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def train(folder: Path, policy: Policy) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     batches = list(islice(data.batches(digits.train, BATCH, seed=0), STEPS))
     small = data.Split(digits.test.images[:300], digits.test.labels[:300])
-    with Session(model, optimizer, loss, policy, clip=1.0, log=log, total_steps=STEPS) as session:
+    with Session(model, optimizer, loss, policy, clip=1.0, log=log, total_steps=STEPS, correct=correct) as session:
         evaluate(model, small, 0, log)
         for number, batch in enumerate(batches, 1):
             session.step(batch)
@@ -97,7 +97,7 @@ def what_trained(log: Path, out: Path) -> None:
     for step in range(0, steps + 1, 20):
         shapes.append(_text(LEFT + step * COLUMN, bottom + 18, str(step), 11, QUIET, "middle"))
     shapes.append(_text(LEFT + steps * COLUMN / 2, bottom + 36, "optimizer step", 12, INK, "middle"))
-    shapes.append(_text(LEFT - 10, 24, "input ↓ loss", 12, INK, "end"))
+    shapes.append(_text(LEFT - 10, 24, "layer", 12, INK, "end"))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
     )
@@ -142,7 +142,7 @@ def main() -> None:
     often = schedule.every(steps=20)
     picture = folder / "picture"
     if not (picture / "run.jsonl").exists():
-        train(picture, recipes.pliant(time=0.4, when=often))
+        train(picture, recipes.pliant(time=0.5, when=often), correct=False)  # selections only, no corrections
     what_trained(picture / "run.jsonl", HERE / "what-trained.svg")
     runs = {
         "pliant-0.5": recipes.pliant(time=0.5, memory="30MB", when=often),
