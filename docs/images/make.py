@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from pliant import Policy, Session, data, models, recipes, report, runlog, schedule
-from pliant.apps.layer_report import survey
 
 HERE = Path(__file__).parent
 STEPS, BATCH, SIZE = 120, 16, 32
@@ -58,9 +57,6 @@ def train(folder: Path, policy: Policy, correct: bool = True) -> None:
             session.step(batch)
             if number % 20 == 0:
                 evaluate(model, small, number, log)
-    if policy.name == "pliant":
-        found = survey(model, optimizer, loss, batches[0])
-        runlog.append(log, [{"event": "roofline", **found.to_json()}])
 
 
 # ---------------------------------------------------------------- layers × steps
