@@ -32,7 +32,7 @@ class Section(NamedTuple):
     files: tuple[str, ...]
 
 
-TRANSFER = """Tasks: `cub` is bird species (CUB-200), `pets` breeds of cats and dogs, `gtsrb` traffic signs, `trec6` kinds of questions.
+TRANSFER = """Tasks: `cub` is bird species (CUB-200), `pets` breeds of cats and dogs, `gtsrb` traffic signs, `trec6` questions.
 A name like `pliant 3.2ms` is a recipe and its time budget per step; `pliant 0.4` asks for a share of a full step.
 `full` is plain PyTorch. `full, tuned` adds bfloat16, channels-last and a fused optimizer; `full, captured` adds CUDA graphs.
 `random` trains random layers that fit the same budget, re-drawn every 100 steps. `alike 0.8` and `solver dense` are variants of
