@@ -40,17 +40,28 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "Session" in space
 
 
+def anchors(page: Path) -> set[str]:
+    """What links to the headings of a page end with."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} → {target}"
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} → {target}"
+        assert not anchor or anchor in anchors(there), f"{page.name} → {target}#{anchor}"
 
 
-def test_the_table_in_the_readme_is_the_measured_one() -> None:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
+def test_the_published_tables_are_the_measured_ones() -> None:
+    """If this fails: python benchmarks/publish.py."""
+    spec = importlib.util.spec_from_file_location("publish", ROOT / "benchmarks" / "publish.py")
     assert spec is not None and spec.loader is not None
-    readme = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(readme)
+    publish = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(publish)
     text = (ROOT / "README.md").read_text()
-    assert "<!-- table:" in text
-    assert readme.filled(text) == text
+    assert "<!-- table -->" in text
+    assert publish.readme(text) == text
+    assert publish.results() == (ROOT / "docs" / "results.md").read_text()

@@ -1,0 +1,186 @@
+"""Writes the measured tables into the documents: `python benchmarks/publish.py`.
+
+`docs/results.md` is assembled from the tables in `benchmarks/results/`, with hardware, versions, date and command. The table in
+the README is cut out of one of them. A test compares both documents with what this script would write.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.DOTALL)
+FACTS = re.compile(r"hardware (?P<hardware>.+?), python \S+, torch (?P<torch>[^,]+),.* date (?P<date>\S+)$")
+
+# The README's table: file, section, method, and what the README calls it.
+README_ROWS = (
+    ("transfer_arm_cpu", "mobilenet_v2/cub", "full", "bird species: full fine-tuning"),
+    ("transfer_arm_cpu", "mobilenet_v2/cub", "last 0.4", "bird species: last layers, `time=0.4`"),
+    ("transfer_arm_cpu", "mobilenet_v2/cub", "pliant 0.4", "bird species: **pliant**, `time=0.4`"),
+    ("transfer_arm_cpu", "mobilenet_v2/gtsrb", "full", "traffic signs: full fine-tuning"),
+    ("transfer_arm_cpu", "mobilenet_v2/gtsrb", "pliant 0.4", "traffic signs: **pliant**, `time=0.4` (we lose)"),
+)
+
+
+class Section(NamedTuple):
+    title: str
+    text: str
+    command: str
+    files: tuple[str, ...]
+
+
+TRANSFER = """Tasks: `cub` is bird species (CUB-200), `pets` breeds of cats and dogs, `gtsrb` traffic signs, `trec6` questions.
+A name like `pliant 3.2ms` is a recipe and its time budget per step; `pliant 0.4` asks for a share of a full step.
+`full` is plain PyTorch. `full, tuned` adds bfloat16, channels-last and a fused optimizer; `full, captured` adds CUDA graphs.
+`random` trains random layers that fit the same budget, re-drawn every 100 steps. `alike 0.8` and `solver dense` are variants of
+the solver: see the [notebook](notebook.md#solver).
+
+| column | meaning |
+|---|---|
+| test accuracy | mean in percent (range, number of seeds) |
+| run alone | training time with profiling, probing and choosing, without evaluation |
+| of full, of tuned, of captured | that time as a share of the run of this name |
+| to full's − 0.3 | time to the validation accuracy at which `full` ends, less 0.3 points; `no`: never reached |
+| peak MB, later MB | peak memory; on a GPU also what is held after profiling, captured steps included |
+| ran on | the engine mode |"""
+
+SECTIONS = (
+    Section(
+        "Pretrained networks on new tasks",
+        TRANSFER,
+        "python benchmarks/transfer.py --data DIR --device cuda      # CPU: --classes 20 --images 40",
+        (
+            *("transfer_arm_cpu", "transfer_keywords_arm_cpu", "transfer_text_cpu"),
+            *("transfer_cub_h200", "transfer_pets_h200", "transfer_gtsrb_h200"),
+        ),
+    ),
+    Section(
+        "One change at a time",
+        "The recipe `pliant` on the bird species, with one part of the policy replaced.",
+        "python benchmarks/transfer.py --data DIR --classes 20 --images 40 --methods 'pliant 0.4, signal fisher' …",
+        ("transfer_ablation_cpu",),
+    ),
+    Section(
+        "Every recipe on a small task",
+        "EfficientNet-Lite0 (ImageNet weights) learns handwritten digits in 60 steps. *Step* is a share of a plain full step.",
+        "python benchmarks/digits.py",
+        ("digits_cpu",),
+    ),
+    Section(
+        "Is a budget kept?",
+        "First table: predictions for random selections. Second table: mean step of whole runs against what was asked.",
+        "python benchmarks/budget.py      # GPU: --device cuda --engine graphs --batch 32 --asked 0.2 0.3",
+        ("budget_cpu", "budget_graphs_h200"),
+    ),
+    Section(
+        "Is a memory limit kept?",
+        "Bytes beyond inference: predicted, measured in a step that also chooses, and measured in an ordinary step.",
+        "python benchmarks/memory.py --limits 64MB 16MB      # batch 1: --limits 1MB --chooses channels --batches 1",
+        ("memory_limits_cpu",),
+    ),
+    Section(
+        "Time of a step on each engine",
+        "The same selection on every engine; in brackets, as a share of plain freezing.",
+        "python benchmarks/step.py      # GPU: --device cuda",
+        ("step_cpu", "step_arm_cpu", "step_h200"),
+    ),
+    Section(
+        "Whole runs on each engine",
+        "EfficientNet-Lite0 on handwritten digits, the last quarter of the parameter tensors trained.",
+        "python benchmarks/end_to_end.py      # GPU: --device cuda",
+        ("end_to_end_cpu", "end_to_end_h200"),
+    ),
+    Section(
+        "What a new selection costs",
+        "A session switches between selections. A new one has to be captured; a recent one is replayed.",
+        "python benchmarks/changes.py --device cuda",
+        ("changes_h200",),
+    ),
+    Section(
+        "Layers or tensors?",
+        "`elastic_layers` against `elastic_trainer` on traffic signs.",
+        "python benchmarks/layers_vs_tensors.py --data DIR      # GPU: --device cuda",
+        ("layers_vs_tensors_cpu", "layers_vs_tensors_h200"),
+    ),
+    Section(
+        "Channels of a layer",
+        "A quarter of the channels: time of the weight gradient, and bytes of gradient and optimizer state.",
+        "python benchmarks/slices.py",
+        ("slices_cpu",),
+    ),
+    Section(
+        "Few images: what a task costs",
+        "Memory and MACs with one image per pass, and the time of a whole task.",
+        "python benchmarks/fewshot_costs.py --data DIR",
+        ("fewshot_costs_cpu",),
+    ),
+    Section(
+        "Solvers",
+        "How fast the solvers are, and how much of the best possible value they find.",
+        "python benchmarks/solver.py",
+        ("solver_cpu",),
+    ),
+)
+
+INTRO = """# Results
+
+This page is generated by `python benchmarks/publish.py` from `benchmarks/results/`. Do not edit it.
+
+On a CPU, times are CPU time of one thread, and variants run in turn. On a GPU, times are synchronised wall time.
+`--data DIR` is a folder with data and weights that are not shipped; each script says what is missing.
+Each source file names the exact version of every row: some rows are older than others, or come from a second machine.
+What we learned from these tables, and the experiments that failed, is in the [notebook](notebook.md).
+"""
+
+
+def parts(name: str) -> tuple[str, str, str]:
+    """Facts, setting and tables of a result file."""
+    facts, setting, tables = (RESULTS / f"{name}.md").read_text("utf-8").partition("-->\n")[2].split("\n\n", 2)
+    return facts, setting, tables.strip()
+
+
+def results() -> str:
+    """The text of docs/results.md."""
+    out, used = [INTRO], set[str]()
+    for section in SECTIONS:
+        out.append(f"## {section.title}\n\n{section.text}\n\n    {section.command}\n")
+        for name in section.files:
+            facts, setting, tables = parts(name)
+            found = FACTS.match(facts)
+            if found is None:
+                raise ValueError(f"{name}.md does not begin with hardware, versions and date: {facts!r}")
+            where = f"{found['hardware']} · torch {found['torch']} · {found['date']}"
+            source = f"[{name}](../benchmarks/results/{name}.md)"
+            tables = re.sub(r"^### (.*)$", r"**\1**", tables, flags=re.MULTILINE)
+            out.append(f"### {name}\n\n{where} · {source}\n\nSetting: {setting}.\n\n{tables}\n")
+            used.add(name)
+    others = sorted(path.stem for path in RESULTS.glob("*.md") if path.stem not in used)
+    links = "\n".join(f"- [{name}](../benchmarks/results/{name}.md)" for name in others)
+    return "\n".join([*out, f"## Further tables\n\n{links}\n"])
+
+
+def readme(text: str) -> str:
+    """The README with its table filled in."""
+    rows = ["| 20 classes, at most 40 images each | test accuracy | training time | peak memory |", "|---|---|---|---|"]
+    for name, section, method, label in README_ROWS:
+        cell = cells(name, section, method)
+        accuracy = cell["test accuracy"].split(" ")[0]
+        rows.append(f"| {label} | {accuracy} % | {cell['run alone']} | {cell['peak MB']} MB |")
+    return BLOCK.sub(lambda found: found[1] + "\n".join(rows) + "\n" + found[2], text)
+
+
+def cells(name: str, section: str, method: str) -> dict[str, str]:
+    """One row of a result file, by column."""
+    _, _, after = parts(name)[2].partition(f"### {section}\n")
+    lines = [line.strip("| ").split(" | ") for line in after.partition("\n###")[0].splitlines() if line.startswith("| ")]
+    head, *rows = [[cell.strip() for cell in line] for line in lines]
+    return next(dict(zip(head, row, strict=False)) for row in rows if row[0] == method)
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "results.md").write_text(results(), encoding="utf-8")
+    page = ROOT / "README.md"
+    page.write_text(readme(page.read_text("utf-8")), encoding="utf-8")
