@@ -1,7 +1,7 @@
 """Put generated tables into the README: `python benchmarks/readme.py`.
 
-Whatever stands between `<!-- table: FILE -->` and `<!-- end -->` becomes the table of that result file, above a line that says
-where and when it was measured.
+The text between `<!-- table: FILE -->` and `<!-- end -->` becomes the table of that result file, and a line with the hardware,
+versions and date.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ def sgd(model: nn.Module, lr: float = 1e-4) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, clip: float | None = None
-) -> Tensor:
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, clip: float | None = None) -> Tensor:
     """One training step in plain PyTorch. Returns the loss, detached."""
     optimizer.zero_grad()
     value = loss(model, batch)
