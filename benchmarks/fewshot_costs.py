@@ -89,7 +89,7 @@ def cost_cell(backbone: str, method: str) -> dict[str, Any]:
     each = shared.batches(support, 1, net.norm)
     model.fit_(((x, y) for x, y, _ in each), len(support.classes))
     with LiveBytes("cpu") as alone, torch.no_grad():
-        model(shared.batches(support, 1, net.norm)[0][0])
+        model(shared.batches(support.select(torch.arange(1)), 1, net.norm)[0][0])
     macs = []
     with Macs() as counter, torch.no_grad():
         model(each[0][0])
