@@ -1,91 +1,73 @@
-"""Is a budget kept? Predicted and measured steps and bytes of random selections, and the mean step of runs with a budget.
+"""Are costs predicted well, and is a budget kept over a run? Random selections, and the mean step of runs with a time budget.
 
     python benchmarks/budget.py                    # forty minutes on one CPU thread; resumable
     python benchmarks/budget.py --device cuda      # some minutes on a GPU
     python benchmarks/budget.py --device cuda --engine graphs --batch 32 --asked 0.2 0.3     # captured steps, small batches
     python benchmarks/budget.py --quick            # two networks, a few selections: about two minutes
 
-For each network: one profile (`measure.timed`); random selections of tensors (suffixes, scattered ones, scattered suffixes);
-then, for each asked share of a plain full step's time, one run of `recipes.elastic_trainer` (which spends what it is given)
-with the closed loop, and a long run of `recipes.pliant` at its default schedule. What is timed:
+For each network:
+
+    profile = measure.timed(model, optimizer, loss, batch)
+    for each random selection of tensors: profile.cost(selection) against a plain step, its kept bytes and its peak
+    for each share that is asked for: a run of `recipes.elastic_trainer(time=share)`; a long one of `recipes.pliant`
+
+Selections are the last tensors, scattered ones, or scattered ones among the last. What is timed:
 
     optimizer.zero_grad(); loss(model, batch).backward(); optimizer.step()
 
-CPU: CPU time of one thread. A selection and a full step take turns; the fastest of each count, and errors are errors of their
-ratio. GPU: synchronised wall time, absolute; medians for selections. In runs, the mean of all steps counts against the full
-step that the session measured at its start, which is what a share means. Every twelve steps are followed by full steps of a
-twin, the first of them not counted (it finds none of its weights in the caches): where other work disturbs the machine, their
-mean tells by how much. With `--engine graphs`, selections are captured steps of a session, against what the profile says of
-those. Bytes: every tensor followed (CPU), the allocator (GPU); beyond parameters and batch.
+CPU: CPU time of one thread. A selection and a full step take turns, and the ratio of the fastest of each is compared. GPU:
+synchronised wall time, medians. With `--engine graphs` a selection is timed as captured steps of a session.
+
+In runs, the mean of all steps counts, as the session measured them, over the full step of its own profile. After every twelve
+steps a second copy takes full steps (the first of them is not counted): their mean over the profiled full step shows how much
+other work disturbed the machine. `turns.py` compares single steps instead. Bytes are beyond parameters and batch.
 """
 
 from __future__ import annotations
 
 import os
 
-from pliant import Mode
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import copy
 import random
 import statistics
 import time
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import nets
 import numpy as np
 import record
 import torch
-from training import clock
+from training import choice_of, clock, freeze_, last_share, plain_step, seconds_of, sgd
 
-from pliant import Policy, Session, Unit, measure, recipes, schedule, units
-from pliant.graph.backward import read, trainable
-from pliant.runtime.batchnorm import BatchNormModes
-from pliant.runtime.sandbox import sandbox
-from pliant.runtime.trainable import apply_
+from pliant import Policy, Profile, Session, Unit, measure, recipes, schedule, units
 
 ASKED = (0.4, 0.5, 0.7)
 QUICK = ("mobilenet_v2", "text_encoder")
-# Samples per step. On a GPU so many that it is busy with them, not with waiting for launches.
+# Samples per step. On a GPU enough to keep it busy, so that it does not wait for launches.
 CPU_BATCH = {"text_encoder": 4}
 GPU_BATCH = {"text_encoder": 384, "vit_tiny": 256, "mobilenet_v2, checkpointed": 384}
 # PyTorch cannot train a layer norm's shift without its scale on CUDA when it has more than 65,536 rows.
 BY_LAYER = ("convnext",)
-WARM = 4  # steps until one is captured, and one more
-
-
-def sgd(model: torch.nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+WARM = 4  # steps: by then a step is captured
 
 
 class Step:
     """A plain training step of one network, timed."""
 
     def __init__(self, model: torch.nn.Module, batch: Any, device: str) -> None:
-        self.model, self.batch, self.cuda = model, batch, device == "cuda"
+        self.model, self.batch, self.device = model, batch, device
         self.optimizer = sgd(model)
-        self.params, self.norms = trainable(model), BatchNormModes(model, "chosen")
-
-    def clock(self) -> float:
-        return clock("cuda" if self.cuda else "cpu")
-
-    def choose(self, chosen: set[str]) -> None:
-        apply_(self.params, self.optimizer, chosen)
-        self.norms.hold_(self.params, chosen)
+        self.params = last_share(model, 1.0)
 
     def __call__(self) -> float:
-        start = self.clock()
-        self.optimizer.zero_grad()
-        nets.loss(self.model, self.batch).backward()
-        self.optimizer.step()
-        return self.clock() - start
+        return seconds_of(lambda: plain_step(self.model, self.optimizer, nets.loss, self.batch), self.device)
 
 
 def selections(all_units: tuple[Unit, ...], count: int, seed: int) -> list[tuple[Unit, ...]]:
-    """Suffixes, scattered tensors, and scattered tensors of a suffix, in turn."""
+    """The last units, scattered units, and scattered ones among the last, in turn."""
     rng = random.Random(seed)
     out = []
     for k in range(count):
@@ -99,38 +81,37 @@ def predicted_and_measured(step: Step, setting: dict[str, Any], by_layer: bool) 
     for _ in range(3):
         step()
     full = statistics.median(step() for _ in range(3))
-    start = step.clock()
-    captures = setting["engine"] == "graphs"
+    start = clock(step.device)
     profile = measure.timed(step.model, step.optimizer, nets.loss, step.batch)
-    profiling = (step.clock() - start) / full
-    with sandbox(step.model):
-        graph = read(step.model, nets.loss, step.batch)
+    profiling = (clock(step.device) - start) / full
+    kind = units.layers() if by_layer else units.tensors()
+    _, all_units = choice_of(replace(recipes.full(), units=kind), step.model, nets.loss, step.batch)
     rows = []
-    for chosen in selections((units.layers() if by_layer else units.tensors())(graph), setting["selections"], seed=0):
+    for chosen in selections(all_units, setting["selections"], seed=0):
         names = {param for unit in chosen for param in unit.params}
-        mine, whole = [], []
-        if captures:
-            seconds = captured(step, names, setting["repeats"])
-        elif step.cuda:
-            step.choose(names)
+        cost = profile.cost(chosen)
+        predicted = cost.seconds
+        if setting["engine"] == "graphs":
+            predicted, seconds = captured(step, names, profile, setting["repeats"])
+        elif step.device == "cuda":
+            freeze_(step.model, names)
             step()
-            mine = [step() for _ in range(setting["repeats"])]
-            seconds = statistics.median(mine)
+            seconds = statistics.median(step() for _ in range(setting["repeats"]))
         else:
+            mine, whole = [], []
             for _ in range(setting["repeats"]):
-                for taken, what in ((mine, names), (whole, set(step.params))):
-                    step.choose(what)
+                for taken, what in ((mine, names), (whole, step.params)):
+                    freeze_(step.model, what)
                     taken.append(step())
             seconds = min(mine) / min(whole) * profile.full.seconds
-        step.choose(names)
+        freeze_(step.model, names)
         kept = measure.kept_bytes(step.model, nets.loss, step.batch)
         peak, alone = measure.peak_bytes(step.model, step.optimizer, nets.loss, step.batch)
-        cost = profile.cost(chosen) if not captures else profile.on(Mode(graphs=True)).cost(chosen)
         rows.append(
             {
                 "units": len(chosen),
-                "share": cost.seconds / profile.full.seconds,
-                "seconds": cost.seconds,
+                "share": predicted / profile.full.seconds,
+                "seconds": predicted,
                 "measured_seconds": seconds,
                 "kept": profile.kept(chosen),
                 "measured_kept": kept,
@@ -139,26 +120,23 @@ def predicted_and_measured(step: Step, setting: dict[str, Any], by_layer: bool) 
                 "measured_inference": alone,
             }
         )
-    step.choose(set(step.params))
+    freeze_(step.model, step.params)
     return {"profiling_steps": profiling, "full_seconds": full, "coverage": profile.coverage, "selections": rows}
 
 
-def captured(step: Step, names: set[str], repeats: int) -> float:
-    """Seconds of a session's step that trains these parameters, once it is captured."""
-    step.choose(set(step.params))  # what a session may choose from
+def captured(step: Step, names: set[str], profile: Profile, repeats: int) -> tuple[float, float]:
+    """Seconds of a session's captured step that trains these parameters: predicted, and measured."""
+    freeze_(step.model, step.params)  # a session chooses from what is trainable
     model = copy.deepcopy(step.model)
-    taken = []
-    with Session(model, sgd(model), nets.loss, recipes.only(*sorted(names)), engine="graphs") as session:
-        for _ in range(WARM + repeats):
-            start = clock("cuda")
-            session.step(step.batch)
-            taken.append(clock("cuda") - start)
-    return statistics.median(taken[WARM:])
+    policy = replace(recipes.only(*sorted(names)), cost=measure.timed)
+    with Session(model, sgd(model), nets.loss, policy, engine="graphs", profile=profile) as session:
+        taken = [seconds_of(lambda: session.step(step.batch), "cuda") for _ in range(WARM + repeats)]
+        return session.rounds[-1].predicted, statistics.median(taken[WARM:])
 
 
 def asked_and_measured(step: Step, policy: Policy, steps: int, engine: str) -> dict[str, Any]:
-    """One run with the closed loop: the mean of all its steps, as the session saw them, against full steps beside them."""
-    twin = Step(copy.deepcopy(step.model), step.batch, "cuda" if step.cuda else "cpu")
+    """One run: the mean of its steps as the session measured them, and full steps of a second copy in between."""
+    twin = Step(copy.deepcopy(step.model), step.batch, step.device)
     twin()
     full: list[float] = []
     aside = 0.0
@@ -206,15 +184,16 @@ def cell(name: str, setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: errors of prediction, then the mean step of runs."""
+    """Markdown: errors of predictions, then the mean step of runs."""
 
     def errors(c: dict[str, Any], key: str) -> np.ndarray[Any, Any]:
         return np.array([abs(s[key] / s[f"measured_{key}"] - 1) for s in c["selections"] if s[f"measured_{key}"]])
 
     lines = [
-        "| network | batch | full step | seconds off, median / 90 % | kept off, most | peak off, 90 % / most | profiling |"
+        "| network | batch | full step | error of seconds, median / 90 % | error of kept bytes, most "
+        "| error of the peak, 90 % / most | profiling |",
+        "|---|---|---|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|---|---|---|")
     for c in cells:
         seconds, kept, peak = (errors(c, key) for key in ("seconds", "kept", "peak"))
         lines.append(
@@ -224,9 +203,9 @@ def table(cells: list[dict[str, Any]]) -> str:
         )
     lines += [
         "",
-        "| run | asked | predicted first | mean step | off | selections | choosing, of the run | full steps meanwhile |",
+        "| run | asked | first prediction | mean step | error | selections | time choosing | full step: now / profiled |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
     for c in cells:
         for run in c["runs"]:
             lines.append(
@@ -238,19 +217,16 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", default="cpu")
+    parser = record.options(__doc__)
     parser.add_argument("--batch", type=int, default=None, help="samples per step (8, or 192 on a GPU)")
     parser.add_argument("--pixels", type=int, default=None, help="per side (64, or 224 on a GPU)")
     parser.add_argument("--selections", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150, help="of each run")
-    parser.add_argument("--long", type=int, default=None, help="steps of the run that tells what choosing costs")
-    parser.add_argument("--engine", default="plain", help="that runs the steps; predictions are of plain ones, or of 'graphs'")
+    parser.add_argument("--steps", type=int, default=150, help="per run")
+    parser.add_argument("--long", type=int, default=None, help="steps of the long run")
+    parser.add_argument("--engine", default="plain", help="of the runs; with 'graphs' predictions are of captured steps too")
     parser.add_argument("--asked", type=float, nargs="+", default=None, help="shares of a plain full step's time (0.4 0.5 0.7)")
     parser.add_argument("--networks", nargs="+", choices=list(nets.NETS), default=None, help="just these")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:
@@ -260,10 +236,9 @@ def main() -> None:
     args.pixels = args.pixels or (224 if args.device == "cuda" else 64)
     setting = {k: getattr(args, k) for k in ("device", "engine", "batch", "pixels", "selections", "repeats", "steps", "long")}
     setting |= {"asked": args.asked} if args.asked else {}
-    kind = "_quick" if args.quick else "_graphs" if args.engine == "graphs" else ""
-    out = args.out or record.place(f"budget{kind}", args.device)
+    out = record.out(args, "budget_graphs" if args.engine == "graphs" else "budget")
     done = record.load(out, setting)
-    if args.device == "cuda":  # what a process does for the first time loads kernels
+    if args.device == "cuda":  # the first measurement of a process loads kernels
         first = Step(nets.build("mobilenet_v2", 64).cuda(), nets.batch("mobilenet_v2", 8, 64, "cuda"), "cuda")
         measure.timed(first.model, first.optimizer, nets.loss, first.batch)
     for name in args.networks or nets.NETS:

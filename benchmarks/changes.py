@@ -1,16 +1,20 @@
-"""What a change of selection costs, and whether many of them leave anything behind.
+"""What a change of the selection costs, and whether many changes use up memory.
 
     python benchmarks/changes.py                   # some minutes on one CPU thread
     python benchmarks/changes.py --device cuda     # half a minute on a GPU
     python benchmarks/changes.py --quick           # one network, forty changes: less than a minute
 
-A session trains the last quarter, half and three quarters of a net in turn, some steps each. What a round's steps take
-more than the median of its last three is what the change costs, beside `choosing`, which the session counts itself (planning
-by a recipe, here without a probe). A new selection is recorded or captured; `back to one` is a later round of one of the last
-few. Then ten random selections follow each other around and around, more than are remembered, so that each is new again. What
-is held after a round is compared with what was held after the second round of the same selection (the first makes state).
+A session re-selects every six steps. First it trains the last quarter, half and three quarters of the units in turn; later ten
+random selections in turn, more than it remembers, so that each is new again. For each round:
 
-CPU: CPU time of one thread; memory is what the process holds (RSS). GPU: synchronised wall time; allocated and reserved bytes.
+    for 6 steps: start clock; session.step(batch); stop clock
+    cost of the change = sum of the 6 − 6 · (median of the last 3) − seconds that `session.spent` counts as choosing
+
+A new selection is recorded or captured. `seen before` is a later round of one of the last few. Memory after each round is
+compared with that after the second round of the same selection, since the first one creates optimizer state.
+
+CPU: CPU time of one thread, resident memory of the process. GPU: synchronised wall time, allocated and reserved bytes.
+`session.spent` is wall time, so no other work may run on the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import gc
 import statistics
 from pathlib import Path
@@ -29,20 +32,19 @@ import nets
 import numpy as np
 import record
 import torch
-from step import NETWORKS, build, loss_on, sgd
-from training import clock
+from step import NETWORKS, build, loss_on
+from training import seconds_of, sgd
 
-from pliant import Policy, Session, measure, schedule, score, units
-from pliant.planning.solve import Mask, Problem
+from pliant import Policy, Session, measure, schedule, score, solve, units
 
-STEPS = 6  # of a round: one eager, one captured, four replayed
+STEPS = 6  # per round: one eager, one captured, four replayed
 SHARES = (0.25, 0.5, 0.75)
 EARLY = 5 * len(SHARES)  # rounds
-RANDOM = 10  # choices
+RANDOM = 10  # selections
 
 
-def turns(problem: Problem) -> Mask:
-    """The last quarter, half and three quarters in turn; later, random choices in turn."""
+def turns(problem: solve.Problem) -> solve.Mask:
+    """A solver: the last quarter, half and three quarters in turn; later, random selections in turn."""
     count = len(problem.names)
     if problem.round < EARLY:
         return np.arange(count) < count * SHARES[problem.round % len(SHARES)]
@@ -66,14 +68,11 @@ def cell(name: str, size: int, setting: dict[str, Any]) -> dict[str, Any]:
     new, again, choosing, memory = [], [], [], []
     with Session(model, sgd(model), loss_on(device), policy, engine=setting["engine"]) as session:
         for turn in range(EARLY + setting["changes"]):
-            taken, chosen = [], session.spent["choosing"]
-            for _ in range(STEPS):
-                start = clock(device)
-                session.step(batch)
-                taken.append(clock(device) - start)
-            chosen = session.spent["choosing"] - chosen
+            before = session.spent["choosing"]
+            taken = [seconds_of(lambda: session.step(batch), device) for _ in range(STEPS)]
+            chosen = session.spent["choosing"] - before
             cost = sum(taken) - STEPS * statistics.median(taken[-3:]) - chosen
-            if 0 < turn < EARLY:  # a process does some things once
+            if 0 < turn < EARLY:  # the very first round pays for the start of the process
                 (new if turn < len(SHARES) else again).append(cost)
                 choosing.append(chosen)
             elif turn >= EARLY:
@@ -86,7 +85,7 @@ def cell(name: str, size: int, setting: dict[str, Any]) -> dict[str, Any]:
 
 def table(cells: list[dict[str, Any]]) -> str:
     lines = [
-        "| network | batch | ran on | a new selection | back to one | choosing | changes | held at most | grown at most |",
+        "| network | batch | engine | new selection | seen before | choosing | changes | most memory | most growth |",
         "|" + "---|" * 9,
     ]
     for c in cells:
@@ -104,25 +103,22 @@ def _several(seconds: list[float]) -> str:
 
 
 def _grown(rows: list[dict[str, int]], kind: str) -> int:
-    """How much more was held after a round of some selection than after its second round, at most."""
+    """The most that memory after a round of a selection exceeds that after its second round."""
     by_choice = [[row[kind] for row in rows[RANDOM + k :: RANDOM]] for k in range(RANDOM)]
     return max(now - several[0] for several in by_choice for now in several)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", default="cpu")
+    parser = record.options(__doc__)
     parser.add_argument("--engine", default=None, help="(prefix, or prefix+graphs on a GPU)")
     parser.add_argument("--batch", type=int, default=None, help="samples per step (8, or 32 on a GPU)")
     parser.add_argument("--pixels", type=int, default=None, help="per side (64, or 224 on a GPU)")
     parser.add_argument("--changes", type=int, default=200)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=["mobilenet_v2", "resnet50", "vit_tiny"])
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:
-        args.changes, args.networks = 40, ["mobilenet_v2"]
+        args.changes, args.networks = min(args.changes, 40), ["mobilenet_v2"]
     cuda = args.device == "cuda"
     setting = {
         "device": args.device,
@@ -131,7 +127,7 @@ def main() -> None:
         "changes": args.changes,
         "steps": STEPS,
     }
-    out = args.out or record.place("changes_quick" if args.quick else "changes", args.device)
+    out = record.out(args, "changes")
     done = record.load(out, setting)
     for name in args.networks:
         if not any(c["network"] == name for c in done):

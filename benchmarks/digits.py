@@ -4,13 +4,14 @@
     python benchmarks/digits.py --lrs-from benchmarks/results/digits_h200.json   # half an hour on one CPU thread; resumable
     python benchmarks/digits.py --quick                    # a few steps of a few recipes, one seed: about a minute
 
-For each recipe: one run per learning rate on seed 0 (`random`: on three), judged on the validation split; then one run per seed
-with the best rate, and the test split once. What is timed, in turn, so that both see the same machine: a step of the session
-after the last one, and of plain full training
+For each recipe: one run per learning rate with seed 0 (`random`: three seeds), compared on the validation split. Then one run
+per seed at the best rate, and its accuracy on the test split. What is timed:
 
-    start clock; optimizer.zero_grad(); loss(model, batch).backward(); optimizer.step(); stop clock
+    total    start clock; open the session; for each batch: session.step(batch); stop clock
+    step     after the last step, in turn: session.step(batch), and a plain full step
+             optimizer.zero_grad(); loss(model, batch).backward(); clip; optimizer.step()
 
-CPU: CPU time of one thread, minimum of several. GPU: synchronised wall time, median.
+CPU: CPU time of one thread, the fastest step. GPU: synchronised wall time, the median.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import copy
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,9 @@ from typing import Any
 import record
 import torch
 import torch.nn.functional as F
-from training import accuracy, clock
+from training import accuracy, clock, in_pieces, plain_step, seconds_of, sgd, typical
 
-from pliant import Policy, Session, measure, recipes, schedule
-from pliant.apps import data
-from pliant.apps.models import efficientnet_lite0
+from pliant import Policy, Session, data, measure, models, recipes, schedule
 
 AGAIN = schedule.every(steps=25)
 PLAIN, PLAIN_FROZEN_NORMS = "full (plain PyTorch)", "full, norms on running statistics (plain PyTorch)"
@@ -52,8 +51,8 @@ METHODS: dict[str, Callable[[float], Policy] | None] = {
     "head": lambda time: recipes.head(),
 }
 QUICK = (PLAIN, "pliant", "last")
-TUNED_ON = {"random": 3}  # seeds; one for the others, whose choice is not by lot
-CLIP = 1.0  # without it, training with norms on running statistics diverges at most learning rates
+TUNED_ON = {"random": 3}  # seeds; one for the other recipes, whose selection is not random
+CLIP = 1.0  # without it, training on running statistics diverges at most learning rates
 
 
 def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -61,57 +60,56 @@ def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(images), labels)
 
 
+def pretrained(seed: int, classes: int, device: str) -> torch.nn.Module:
+    """EfficientNet-Lite0 with ImageNet weights and a new head."""
+    torch.manual_seed(seed)
+    model = models.efficientnet_lite0(classes, pretrained=True).to(device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 0.1  # the 0.01 of ImageNet training would need hundreds of steps to adapt
+    return model
+
+
 def cell(name: str, digits: data.Digits, lr: float, seed: int, setting: dict[str, Any]) -> dict[str, Any]:
     """Train one recipe once. Accuracies, seconds in all, and the step against a plain full step in the same run."""
     steps, batch, device = setting["steps"], setting["batch"], setting["device"]
     recipe = METHODS[name]
-    torch.manual_seed(seed)
-    model = efficientnet_lite0(digits.classes, pretrained=True).to(device)
-    for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum = 0.1  # the 0.01 of ImageNet training would need hundreds of steps to follow
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    model = pretrained(seed, digits.classes, device)
+    optimizer = sgd(model, lr)
     batches = list(islice(data.batches(digits.train, batch, seed=seed), steps))
-    plain = copy.deepcopy(model)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
-
-    def plain_step(m: torch.nn.Module, o: torch.optim.Optimizer, b: Any) -> None:
-        o.zero_grad()
-        loss(m, b).backward()
-        torch.nn.utils.clip_grad_norm_(m.parameters(), CLIP)
-        o.step()
+    twin = copy.deepcopy(model)
+    full_step = partial(plain_step, twin, sgd(twin), loss, clip=CLIP)
 
     def finish(step: Callable[[Any], Any]) -> dict[str, Any]:
-        """Everything that is read off at the end, while the selection still stands."""
+        """What is measured at the end, while the selection is still in force."""
+        scores = [accuracy(model, in_pieces(split.images, split.labels)) for split in (digits.validation, digits.test)]
         kept = measure.kept_bytes(model, loss, batches[0])
-        mine, reference = alternate(step, lambda b: plain_step(plain, plain_optimizer, b), batches, device)
-        return {"kept_bytes": kept, "seconds_step": mine, "seconds_full_step": reference}
+        mine, reference = alternate(step, full_step, batches, device)
+        seconds = {"seconds_step": mine, "seconds_full_step": reference}
+        return {"validation": scores[0], "test": scores[1], "kept_bytes": kept, **seconds}
 
-    plain_step(plain, plain_optimizer, batches[0])  # warm up
+    full_step(batches[0])  # warm up
     start = clock(device)
     if recipe is None:
         for module in model.modules():
             if name == PLAIN_FROZEN_NORMS and isinstance(module, torch.nn.BatchNorm2d):
                 module.eval()
+        step = partial(plain_step, model, optimizer, loss, clip=CLIP)
         for b in batches:
-            plain_step(model, optimizer, b)
+            step(b)
         total = clock(device) - start
-        scores = accuracy(model, digits.validation), accuracy(model, digits.test)
-        measured, chosen, share = finish(lambda b: plain_step(model, optimizer, b)), "everything", 1.0
+        measured, chosen, share = finish(step), "everything", 1.0
     else:
         with Session(model, optimizer, loss, recipe(setting["time"]), clip=CLIP, total_steps=steps) as session:
             for b in batches:
                 session.step(b)
             total = clock(device) - start
-            scores = accuracy(model, digits.validation), accuracy(model, digits.test)
             measured, share = finish(session.step), session.selection.share()
             chosen = f"{len(session.selection.units)} of {len(session.units)}"
     return {
         "method": name,
         "lr": lr,
         "seed": seed,
-        "validation": scores[0],
-        "test": scores[1],
         "predicted_share": share,
         "chosen": chosen,
         "seconds_total": total,
@@ -120,20 +118,20 @@ def cell(name: str, digits: data.Digits, lr: float, seed: int, setting: dict[str
 
 
 def alternate(mine: Any, reference: Any, batches: list[Any], device: str, times: int = 5) -> tuple[float, float]:
-    """Seconds of both steps, taken in turn."""
+    """Seconds of two kinds of steps, taken in turn."""
     taken: tuple[list[float], list[float]] = ([], [])
     for i in range(times):
         for which, step in zip(taken, (mine, reference), strict=True):
-            start = clock(device)
-            step(batches[i % len(batches)])
-            which.append(clock(device) - start)
-    pick = statistics.median if device == "cuda" else min
-    return pick(taken[0]), pick(taken[1])
+            which.append(seconds_of(partial(step, batches[i % len(batches)]), device))
+    return typical(taken[0], device), typical(taken[1], device)
 
 
 def table(cells: list[dict[str, Any]]) -> str:
     """Markdown: mean and range over seeds at each method's best learning rate."""
-    lines = ["| method | test accuracy | step | total time | kept for backward | lr |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| method | test accuracy | step / full step | total time | kept for backward | learning rate |",
+        "|---|---|---|---|---|---|",
+    ]
     methods = dict.fromkeys(c["method"] for c in cells)
     chosen = {m: [c for c in cells if c["method"] == m and c.get("final")] for m in methods}
     full_total = statistics.mean(c["seconds_total"] for c in chosen[PLAIN]) if chosen.get(PLAIN) else float("nan")
@@ -160,23 +158,20 @@ def best_lr(cells: list[dict[str, Any]], method: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", default="cpu")
+    parser = record.options(__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--time", type=float, default=0.5, help="budget of the recipes that take one")
+    parser.add_argument("--time", type=float, default=0.5, help="time budget of the recipes that take one")
     parser.add_argument("--lrs", type=float, nargs="+", default=[0.001, 0.003, 0.01, 0.03, 0.1])
     parser.add_argument("--lrs-from", type=Path, default=None, help="results whose best learning rates to use, without tuning")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=None, help="just these")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=None, help="only these")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:
         args.steps, args.seeds, args.lrs = 6, 1, [0.03]
-    out = args.out or record.place("digits_quick" if args.quick else "digits", args.device)
+    out = record.out(args, "digits")
     setting = {k: getattr(args, k) for k in ("steps", "batch", "size", "device", "time")} | {"clip": CLIP}
     tuned = json.loads(args.lrs_from.read_text())["cells"] if args.lrs_from else None
     done = record.load(out, setting)
@@ -192,7 +187,7 @@ def main() -> None:
             old = cell(name, digits, lr, seed, setting)
             done.append(old)
         if final:
-            old["final"] = True  # at its best learning rate: counts for the table
+            old["final"] = True  # at the best learning rate: part of the table
         record.save(out, setting, done, table(done))
         print(f"{name:26} lr {lr:<5g} seed {seed}: validation {old['validation']:.3f}", flush=True)
 

@@ -1,30 +1,32 @@
-"""Few images of a new task, one small network, inside 1 MB: what each method makes of them, from the same start.
+"""Few images of a new task, a small network, 1 MB of memory: the accuracy of each method from the same start.
 
     python benchmarks/fewshot.py --data DIR --device cuda --jobs 12   # an hour and more on a GPU; resumable
     python benchmarks/fewshot.py --data DIR --quick                   # one network, a small task, a few methods: minutes
 
-A task has 5–50 classes and a few images of each, drawn as Meta-Dataset does (`fewshot.Sampling`), from a domain that is not the
-source. Every method begins with the same weights: those of ImageNet, or those after practising tasks of the source (40 kinds of
-birds, `fewshot.meta_train`): "meta 100 0.001" after a hundred tasks at that learning rate. Each takes the same number of steps
-of SGD, on the same changed copies of the support images, against prototypes of the support set; then query images are
-classified by the nearest prototype. Each method has one learning rate for all domains, as a device has: the best of four on
-other tasks of the same domains (images may be the same) and of the source. With `own rate` behind a name, each task has its
-own, by how alike its classes look (`fewshot.rate_for`), and nothing is tuned. Methods:
+A task has 5–50 classes and a few images of each, sampled as in Meta-Dataset (`fewshot.Sampling`) from a domain that is not the
+source. Every method starts from the same weights: those of ImageNet, or those after practising tasks of the source (40 kinds
+of birds, `fewshot.meta_train`). "meta 100 0.001" means a hundred tasks at that learning rate. For each task and method:
+
+    fewshot.adapt(network, support, policy=policy, steps=40, lr=rate, query=query)   # SGD on changed copies of the support set
+    accuracy = share of query images whose nearest prototype is of the right class
+
+Each method has one learning rate for all domains, as on a device: the best of four on other tasks of the same domains and of
+the source. With `own rate` behind a name, each task has its own rate (`fewshot.rate_for`), and nothing is tuned. Methods:
 
     none            nothing trains
     full            every convolution
-    last layer      the convolution before the mean
+    last layer      the last convolution
     bias            every bias: what TinyTL trains beside its side branches
-    sparse update   a fixed choice of layers and input channels, made once, on the source: MIT's scheme
+    sparse update   a fixed selection of layers and input channels, made once, on the source: MIT's scheme
     lora            rank 4 beside every 1×1 convolution
-    random          channels by lot inside the budget of tinytrain
-    tinytrain       the paper's choice; exact: ours under the same budget; half: exact with half of the MACs; depthwise too:
-                    exact among all layers, with depthwise filters
-    pliant          exact, depthwise too, by the update gain of `recipes.pliant` in place of Fisher information
+    random          random channels inside the budget of tinytrain
+    tinytrain       the paper's selection; "exact": the best one under the same budget; "half": exact with half of the MACs;
+                    "depthwise too": exact among all layers, with depthwise filters
+    pliant          exact, depthwise too, by the update gain of `recipes.pliant` instead of Fisher information
 
-From `random` on all keep inside 1 MB beyond inference and 0.15 of a full backward pass's MACs. Accuracies do not hang on how
-many images a pass holds (gradients gather over the whole support set), so runs use large ones. What one image at a time takes
-up is what `fewshot_costs.py` measures.
+From `random` on, all stay inside 1 MB beyond inference and 0.15 of the MACs of a full backward pass. Accuracies do not depend
+on how many images a pass holds, because gradients accumulate over the whole support set; so runs use large passes.
+`fewshot_costs.py` measures what one image at a time needs.
 """
 
 from __future__ import annotations
@@ -54,11 +56,9 @@ import record
 import torch
 from torch import nn
 
-from pliant.apps import fewshot
-from pliant.apps.data import images
-from pliant.engine.prefix.feature_cache import Features
+from pliant import fewshot, images
 
-IMAGENET, PRACTISED = "imagenet", "meta 100 0.001"  # starts
+IMAGENET, PRACTISED = "imagenet", "meta 100 0.001"  # the weights that methods start from
 RATES = (0.001, 0.004, 0.016, 0.064)
 TUNING_TASKS = 4  # per domain and rate
 SAVE_SECONDS = 10.0
@@ -75,23 +75,23 @@ PUBLISHED = {  # average accuracy over nine domains, with a start that differs b
 
 
 def task_of(domain: str, number: int, setting: dict[str, Any]) -> fewshot.Episode:
-    """A task by its number; those below zero are for tuning."""
+    """A task by its number; negative numbers are tasks for tuning."""
     sampling = fewshot.Sampling(ways=tuple(setting["ways"]), support=setting["support"])
     name = shared.SOURCE if domain == "source" else shared.DOMAINS[domain]
     return sampling.draw(shared.domain(name), seed=int(number < 0), number=abs(number))
 
 
 Job = tuple[str, str, str, int]  # backbone, start, domain, task
-Rate = float | Literal["auto"]  # auto: by the task
+Rate = float | Literal["auto"]  # auto: set by the task
 
 
 def several(
     job: Job, methods: dict[str, tuple[Rate, ...]], setting: dict[str, Any], until: float
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """One task, some methods with some learning rates each: what came of it, and with which methods it went wrong.
+    """One task, several methods with several learning rates each: the results, and the errors by method.
 
-    One process takes all methods of a task: for a support set of another size, CUDA's libraries look for kernels anew, which
-    takes longer than training. What was not begun `until` a moment is left out.
+    One process runs all methods of a task: for every new size of the support set, CUDA's libraries search for kernels again,
+    which takes longer than training. Nothing starts after the moment `until`.
     """
     out: list[dict[str, Any]] = []
     wrong: dict[str, str] = {}
@@ -114,7 +114,7 @@ def cells(
     setting: dict[str, Any],
     until: float = math.inf,
 ) -> Iterator[dict[str, Any]]:
-    """One task, one method, some learning rates: the accuracy of each on the queries, and what was chosen, the same for all."""
+    """One task, one method, several learning rates: the accuracy of each on the query images, and the common selection."""
     if time.time() > until:
         return
     device = setting["device"]
@@ -136,8 +136,8 @@ def cells(
             batch=setting["batch"],
             query=query,
             scale=scale,
-            engine="prefix",  # the same gradients whatever the engine; this one need not be raced against others
-            cache=Features(CACHE_BYTES, device=device),  # of the support set, for prototypes
+            engine="prefix",
+            cache=CACHE_BYTES,  # features of the support set, for prototypes
             seed=abs(number),
         )
         if adapted.predictions is None:
@@ -163,7 +163,7 @@ def cells(
 
 @cache
 def started(backbone: str, meta: Path | None, device: str) -> tuple[nn.Module, float]:
-    """The network that tasks begin with, once for a process: each trains a copy of it."""
+    """The network that tasks start from, loaded once per process; each task trains a copy."""
     net, scale = shared.start(backbone, meta)
     return net.to(device), scale
 
@@ -185,7 +185,7 @@ def practice(begin: str) -> tuple[int, float]:
 
 
 def meta_file(backbone: str, begin: str, setting: dict[str, Any]) -> Path:
-    """Weights after practising on the source; made when they are first asked for."""
+    """Weights after practising on the source; trained when they are first needed."""
     episodes, lr = practice(begin)
     path = Path(setting["work"]) / f"{backbone}_after_{episodes}_at_{lr:g}.safetensors"
     if not path.exists():
@@ -208,9 +208,9 @@ def key(c: dict[str, Any]) -> tuple[Any, ...]:
 def wanted(
     args: argparse.Namespace, done: list[dict[str, Any]], wrong: Collection[tuple[Job, str]] = ()
 ) -> dict[Job, dict[str, tuple[Rate, ...]]]:
-    """What can run now, as `several` takes it: what tells a method's rate, and all tasks of methods whose rate is known.
+    """What can run now, as arguments of `several`: tuning tasks, and all tasks of methods whose rate is known.
 
-    What went `wrong` once is not tried again.
+    What ended with an error (`wrong`) is not tried again.
     """
     out = []
     tasks = {backbone: range(args.tasks or TASKS.get(backbone, 30)) for backbone in args.backbones}
@@ -223,7 +223,8 @@ def wanted(
             out += [(backbone, begin, domain, n, method, rate) for n in tasks[backbone] for domain in args.domains]
     known = {key(c) for c in done}
     jobs: dict[Job, dict[str, tuple[Rate, ...]]] = {}
-    for *job, method, lr in sorted((one for one in out if one not in known), key=lambda one: one[3]):  # all get on alike
+    todo = sorted((one for one in out if one not in known), key=lambda one: one[3])  # by task: all methods progress evenly
+    for *job, method, lr in todo:
         if (tuple(job), method) not in wrong:
             methods = jobs.setdefault(tuple(job), {})
             methods[method] = (*methods.get(method, ()), lr)
@@ -231,7 +232,7 @@ def wanted(
 
 
 def rate_of(done: list[dict[str, Any]], backbone: str, begin: str, method: str, args: argparse.Namespace) -> Rate | None:
-    """The rate of a method; None while not all that tells it was tried."""
+    """The learning rate of a method; None while tuning is not complete."""
     if method.endswith(shared.OWN):
         return "auto"
     if method == "none" or len(args.rates) == 1:
@@ -242,7 +243,7 @@ def rate_of(done: list[dict[str, Any]], backbone: str, begin: str, method: str, 
 
 
 def best(tuning: list[dict[str, Any]]) -> float:
-    """The rate with the best mean over all domains' tasks for tuning."""
+    """The rate with the best mean accuracy over the tuning tasks of all domains."""
     found: dict[float, list[float]] = {}
     for c in tuning:
         found.setdefault(c["lr"], []).append(c["accuracy"])
@@ -253,10 +254,10 @@ def best(tuning: list[dict[str, Any]]) -> float:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: mean accuracy and its 95 % interval by domain, and over all domains; beside it the paper's.
+    """Markdown: mean accuracy and its 95 % interval by domain and over all domains, and the paper's figure.
 
-    Tasks differ more than methods do, and every method has the same ones: `against` another one is the mean of the differences
-    task by task, with an interval of its own.
+    Tasks differ more than methods do, and every method has the same tasks. So `minus full` is the mean of the differences task
+    by task, with its own interval.
     """
     tuning, cells = [c for c in cells if c["task"] < 0], at_best(cells)
     lines = _together(cells)
@@ -268,7 +269,7 @@ def table(cells: list[dict[str, Any]]) -> str:
         lines += [
             f"### {backbone}, from {begin}, {number} tasks per domain",
             "",
-            f"| method | {' | '.join(domains)} | all domains | against full | against exact | the paper, other domains |",
+            f"| method | {' | '.join(domains)} | all domains | minus full | minus exact | the paper, other domains |",
             "|" + "---|" * (len(domains) + 5),
         ]
         for method in [name for name in shared.NAMES if any(c["method"] == name for c in mine)]:
@@ -285,7 +286,7 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def _together(cells: list[dict[str, Any]]) -> list[str]:
-    """Markdown: what methods are ahead of full training, for each network and start, and the mean of those."""
+    """Markdown: accuracy minus that of full training, for each network and start, and the mean of those."""
     begun = list(dict.fromkeys((c["backbone"], c["start"]) for c in cells))
     ahead = {
         one: {row[0]: row[1:] for row in over_full([c for c in cells if (c["backbone"], c["start"]) == one])} for one in begun
@@ -303,7 +304,7 @@ def _together(cells: list[dict[str, Any]]) -> list[str]:
 
 
 def _over(other: str, cells: list[dict[str, Any]], method: str, domains: list[str]) -> list[list[float]]:
-    """For each domain the points of accuracy over another method, task by task."""
+    """For each domain, the accuracy minus that of another method in percentage points, task by task."""
     there = {(c["domain"], c["task"]): c["accuracy"] for c in cells if c["method"] == other}
     runs = [c for c in cells if c["method"] == method]
     return [
@@ -313,16 +314,16 @@ def _over(other: str, cells: list[dict[str, Any]], method: str, domains: list[st
 
 
 def over_full(cells: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """Methods, their mean over domains of what they are ahead of full training, and half of its 95 % interval."""
+    """Methods, the mean over domains of their accuracy minus that of full training, and half of its 95 % interval."""
     domains = list(dict.fromkeys(c["domain"] for c in cells))
     found = {name: _over("full", cells, name, domains) for name in dict.fromkeys(c["method"] for c in cells) if name != "full"}
     return [(name, *_mean_and_half(pairs)) for name, pairs in found.items() if min(map(len, pairs)) > 1]
 
 
 def at_best(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tasks that every method of a start has had, each at the rate of its method.
+    """The tasks that every method of a start has completed, each at the learning rate of its method.
 
-    Others are of a run that is not over, or were run at other rates, before there was more to tell one by.
+    Other cells are from a run that is not complete, or were run at other rates before tuning was complete.
     """
     tuning: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for c in cells:
@@ -338,13 +339,13 @@ def at_best(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rates(tuning: list[dict[str, Any]], backbone: str, begin: str) -> list[str]:
-    """Markdown: how each rate did on the tasks for tuning, all domains and the source together, and which was taken."""
+    """Markdown: mean accuracy of each rate on the tuning tasks of all domains and the source, and the rate that is used."""
     mine = [c for c in tuning if (c["backbone"], c["start"]) == (backbone, begin)]
     rates = sorted({c["lr"] for c in mine})
     if not rates:
         return []
     lines = [
-        f"| on tasks for tuning | {' | '.join(f'{lr:g}' for lr in rates)} | tasks | taken |",
+        f"| tuning tasks: learning rate | {' | '.join(f'{lr:g}' for lr in rates)} | tasks | used |",
         "|" + "---|" * (len(rates) + 3),
     ]
     for method in [name for name in shared.NAMES if any(c["method"] == name for c in mine)]:
@@ -362,7 +363,7 @@ def _interval(values: list[float]) -> str:
 
 
 def _over_domains(by_domain: list[list[float]], sign: str = "") -> str:
-    """The mean over domains; its interval is that of the mean of their means."""
+    """The mean over domains of their means, with its interval."""
     if min(map(len, by_domain)) < 2:
         return f"{statistics.mean(statistics.mean(some) for some in by_domain if some):{sign}.1f}"
     mean, half = _mean_and_half(by_domain)
@@ -378,12 +379,10 @@ def _mean_and_half(by_domain: list[list[float]]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="folder with data and weights (or $PLIANT_DATA)")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", default="cpu")
+    parser = record.options(__doc__)
+    packed.option(parser)
     parser.add_argument("--jobs", type=int, default=1, help="processes that run cells side by side")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after so many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing after this time")
     parser.add_argument("--backbones", nargs="+", choices=list(shared.BACKBONES), default=list(shared.BACKBONES))
     parser.add_argument("--starts", nargs="+", default=[IMAGENET, PRACTISED], help="imagenet, or like 'meta 100 0.001'")
     parser.add_argument("--domains", nargs="+", choices=list(shared.DOMAINS), default=list(shared.DOMAINS))
@@ -394,16 +393,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=None, help="images in a pass (50, or 500 on a GPU)")
     parser.add_argument("--ways", type=int, nargs=2, default=[5, 50])
-    parser.add_argument("--support", type=int, default=500, help="images to learn from, at most")
-    parser.add_argument("--work", type=Path, default=None, help="where weights after practising are kept")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--support", type=int, default=500, help="most images in a support set")
+    parser.add_argument("--work", type=Path, default=None, help="folder for weights after practising")
     args = parser.parse_args()
     torch.set_num_threads(1)
     shared.FOLDER[0] = packed.folder(args.data)
     if args.quick:
         args.backbones, args.starts, args.domains, args.methods = [MAIN], [IMAGENET], ["gtsrb"], list(QUICK)
         args.tasks, args.rates, args.steps, args.ways, args.support = 1, [0.02], 5, [5, 5], 25
-    out = args.out or record.place("fewshot_quick" if args.quick else "fewshot", args.device)
+    out = record.out(args, "fewshot")
     setting = {name: getattr(args, name) for name in ("device", "steps", "ways", "support")}
     setting["batch"] = args.batch or (500 if args.device == "cuda" else 50)
     here = {**setting, "work": str(args.work or out.parent / "weights")}
@@ -431,11 +429,11 @@ def main() -> None:
     record.save(out, setting, done, table(done))
     print(table(done))
     if wrong:
-        raise SystemExit(f"{len(wrong)} times a method ended with an error, and was not tried again there: see above.")
+        raise SystemExit(f"{len(wrong)} runs ended with an error and were not repeated: see above.")
 
 
 def prepare(folder: Path) -> None:
-    """What a process needs before its first cell."""
+    """Set up a worker process."""
     torch.set_num_threads(1)
     shared.FOLDER[0] = folder
 

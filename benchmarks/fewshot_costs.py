@@ -1,18 +1,21 @@
-"""What an adaptation to a few images takes: memory and MACs one image at a time, and the time of a whole task.
+"""What an adaptation to a few images costs: memory and MACs with one image at a time, and the time of a whole task.
 
     python benchmarks/fewshot_costs.py --data DIR            # half an hour on one CPU thread; resumable
     python benchmarks/fewshot_costs.py --data DIR --quick    # one network, a few methods: some minutes
 
-Methods, networks and domains are those of `fewshot.py`. Memory: the most that lives at any moment of a whole adaptation, the
-choice included (reading the graph, Fisher information of the whole support set, planning), less the most that lives while the
-same network classifies one image without gradients. Every tensor is followed; parameters do not count. MACs: of the products of
-matrices, the convolutions and the biases that really ran, in a step beyond those of its forward passes, per image, and as a
-share of what `full` takes. Both with one image in a pass.
+Methods, networks and domains are those of `fewshot.py`. With one image per pass:
 
-Time: CPU time of one thread for one whole task (`--steps` steps over the support set), choosing included, after a small task
-that imports what is imported when it is first used. `full` is plain PyTorch. `cache`: the changed copies of the support images
-are drawn from `--views` fixed ones, and what lies before the first chosen layer is computed once for each. With a meter
-(`pliant.runtime.energy`), joules of the task as well.
+    memory = peak of fewshot.adapt(…, steps=2) − peak while the same network classifies one image without gradients
+    MACs   = (those of 3 steps − those of 2 steps) / images − those of two forward passes
+
+The peak is that of all tensors (parameters do not count), reading the graph, scoring and planning included. MACs are those of
+the matrix products, convolutions and biases that really ran. What is timed, by CPU time of one thread:
+
+    start clock; choose; fewshot.adapt(network, support, policy=policy, steps=--steps); stop clock
+
+A small task runs before, since the first one of a process imports modules. `full` is plain PyTorch. `cache`: the changed copies
+of the support images are drawn from `--views` fixed ones, and features before the first trained layer are computed once for
+each. Where the device has an energy meter (`pliant.energy`), joules of the task as well.
 """
 
 from __future__ import annotations
@@ -21,35 +24,30 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import copy
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import fewshot_methods as shared
 import packed
 import record
 import torch
+from meter import LiveBytes
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pliant import Policy, energy
-from pliant.apps import fewshot
-from pliant.apps.data import images
-from pliant.apps.fewshot.views import Views
-from pliant.runtime.memory import LiveBytes
+from pliant import Policy, energy, fewshot, images
 
 QUICK = ("full", "bias", "tinytrain, exact")
 CACHED = {"engine": "prefix", "cache": "1GB"}
 TIMED = {"full": {}, "tinytrain": {}, "tinytrain, exact": {}}
 TIMED |= {"tinytrain, exact, cache": CACHED, "tinytrain, exact, half, cache": CACHED}
-CPU = torch.device("cpu")
 
 
 class Macs(TorchDispatchMode):
-    """Counts the multiply-accumulates of what runs, as `measure.counted` does: a bias costs one per element of its output."""
+    """Counts the multiply-accumulates that run, as `measure.counted` does: a bias costs one per element of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,45 +70,45 @@ class Macs(TorchDispatchMode):
 
 
 def adapt(net: nn.Module, support: images.ImageSet, policy: Policy | None, steps: int) -> fewshot.Adapted:
-    """One image at a time, on the weights themselves, so that no copy of them is seen."""
+    """One image at a time, in place, so that no copy of the weights is counted."""
     return fewshot.adapt(net, support, policy=policy, steps=steps if policy is not None else 0, batch=1, in_place=True)
 
 
 def task_of(ways: int, support: int) -> fewshot.Episode:
-    """Of the first tasks that are drawn, the one with the most images to learn from."""
+    """The task with the largest support set among the first twenty."""
     sampling, signs = fewshot.Sampling(ways=(ways, ways), support=support), shared.domain(shared.DOMAINS["gtsrb"])
     return max((sampling.draw(signs, seed=0, number=number) for number in range(20)), key=lambda task: len(task.support))
 
 
 def cost_cell(backbone: str, method: str) -> dict[str, Any]:
     net, _ = shared.start(backbone)
-    support, policy = task_of(5, 20).support, shared.METHODS[method](net)  # what is chosen offline costs nothing here
+    support, policy = task_of(5, 20).support, shared.METHODS[method](net)  # what is chosen in advance costs nothing here
     if method == "lora":
         net = shared.with_low_rank(net)
     model = fewshot.Prototypes(copy.deepcopy(net)).eval()
-    views = Views(support, 1, net.norm)
-    model.fit_(((x, y) for x, y, _ in views), len(support.classes))
-    with LiveBytes(CPU) as alone, torch.no_grad():
-        model(next(iter(views))[0])
+    each = shared.batches(support, 1, net.norm)
+    model.fit_(((x, y) for x, y, _ in each), len(support.classes))
+    with LiveBytes("cpu") as alone, torch.no_grad():
+        model(shared.batches(support.select(torch.arange(1)), 1, net.norm)[0][0])
     macs = []
     with Macs() as counter, torch.no_grad():
-        model(next(iter(views))[0])
+        model(each[0][0])
     forward = counter.total
     for steps in (2, 3):
         with Macs() as counter:
             adapt(copy.deepcopy(net), support, policy, steps)
         macs.append(counter.total)
     spare = copy.deepcopy(net)
-    with LiveBytes(CPU) as live:
+    with LiveBytes("cpu") as live:
         adapted = adapt(spare, support, policy, 2)
-    per_image = (macs[1] - macs[0]) / len(support) - 2 * forward  # a prototype and a loss
+    per_image = (macs[1] - macs[0]) / len(support) - 2 * forward  # for a prototype and for a loss
     return {
         "kind": "cost",
         "backbone": backbone,
         "method": method,
         "inference": alone.peak,
         "peak": live.peak,
-        "told": adapted.memory_bytes,
+        "reported": adapted.memory_bytes,
         "forward_macs": forward,
         "backward_macs": max(per_image, 0.0),
         "chosen": 0 if adapted.selection is None else len(adapted.selection.units),
@@ -123,7 +121,7 @@ def time_cell(backbone: str, way: str, setting: dict[str, Any]) -> dict[str, Any
     how = {**how, "batch": setting["batch"], "views": setting["views"]}
 
     def adapt(support: images.ImageSet, steps: int) -> tuple[float, float]:
-        """CPU seconds until what trains is chosen, and in all."""
+        """CPU seconds until the selection is made, and in all."""
         net, _ = shared.start(backbone)
         begun = time.thread_time()
         net, policy = shared.ready(method, net, support)
@@ -131,10 +129,11 @@ def time_cell(backbone: str, way: str, setting: dict[str, Any]) -> dict[str, Any
         fewshot.adapt(net, support, policy=policy, steps=steps, **how)
         return choosing, time.thread_time() - begun
 
-    adapt(task_of(5, 10).support, 3)  # the first one of a process imports modules
+    adapt(task_of(5, 10).support, 3)  # the first task of a process imports modules
     support, meter = task_of(10, setting["support"]).support, energy.meter("cpu")
-    choosing, seconds = adapt(support, setting["steps"])
-    joules = {} if meter is None else {"joules": meter.joules()}
+    with meter or nullcontext():
+        choosing, seconds = adapt(support, setting["steps"])
+        joules = {} if meter is None else {"joules": meter.joules()}
     found = {"seconds": seconds, "choosing": choosing, "support": len(support), **joules}
     return {"kind": "time", "backbone": backbone, "way": way, **found}
 
@@ -148,9 +147,9 @@ def table(cells: list[dict[str, Any]]) -> str:
         if costs:
             size, macs = costs[0]["inference"] / 1e6, costs[0]["forward_macs"] / 1e6
             lines += [
-                f"### {backbone}: inference takes {size:.2f} MB and {macs:.1f} MMAC",
+                f"### {backbone}: inference needs {size:.2f} MB and {macs:.1f} MMAC",
                 "",
-                "| method | memory beyond inference | backward MMAC per image | of full |",
+                "| method | memory beyond inference | backward MMAC per image | / full |",
                 "|---|---|---|---|",
             ]
         for c in costs:
@@ -161,7 +160,7 @@ def table(cells: list[dict[str, Any]]) -> str:
             slow, metered = next((c["seconds"] for c in times if c["way"] == "full"), None), any("joules" in c for c in times)
             lines += [
                 "",
-                f"| one task, {times[0]['support']} images | CPU seconds | of these choosing | full over this |"
+                f"| one task, {times[0]['support']} images | CPU seconds | of these choosing | speed-up over full |"
                 + " joules |" * metered,
                 "|---|---|---|---|" + "---|" * metered,
             ]
@@ -174,23 +173,21 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="folder with data and weights (or $PLIANT_DATA)")
-    parser.add_argument("--quick", action="store_true")
+    parser = record.options(__doc__, device=False)
+    packed.option(parser)
     parser.add_argument("--backbones", nargs="+", choices=list(shared.BACKBONES), default=list(shared.BACKBONES))
     parser.add_argument("--methods", nargs="+", choices=list(shared.METHODS), default=list(shared.METHODS))
     parser.add_argument("--support", type=int, default=80)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=20, help="images in a pass where time is measured")
+    parser.add_argument("--batch", type=int, default=20, help="images per pass where time is measured")
     parser.add_argument("--views", type=int, default=4)
     parser.add_argument("--no-times", action="store_true")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     shared.FOLDER[0] = packed.folder(args.data)
     if args.quick:
         args.backbones, args.methods, args.support, args.steps = ["mcunet"], list(QUICK), 20, 10
-    out = args.out or record.place("fewshot_costs_quick" if args.quick else "fewshot_costs")
+    out = record.out(args, "fewshot_costs")
     setting = {"device": "cpu", **{name: getattr(args, name) for name in ("support", "steps", "batch", "views")}}
     done = record.load(out, setting)
     for backbone in args.backbones:

@@ -1,28 +1,22 @@
-"""What the benchmarks of few-shot adaptation compare: methods, networks, domains."""
+"""What the few-shot benchmarks compare: methods, networks and domains."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import packed
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pliant import Budget, Mode, Policy, plan, recipes, score, solve, units
-from pliant.apps import fewshot, models
-from pliant.apps.data import images
-from pliant.apps.fewshot.views import Views
-from pliant.cost.profile import Profile
-from pliant.graph.backward import Graph, read
-from pliant.planning.floor import in_reach
-from pliant.runtime.sandbox import sandbox
+from pliant import Budget, Policy, Session, fewshot, images, models, recipes, score, solve, units
 
 BACKBONES = {
     "mcunet": "weights/mcunet_5fps_int8.safetensors",
@@ -64,12 +58,12 @@ def chance() -> Policy:
 
 
 def channels_by_gain() -> Policy:
-    """`recipes.pliant` for so little memory that hardly a whole layer fits into it: its signal, with channels."""
+    """The signal of `recipes.pliant` with channels as units: hardly a whole layer fits into this little memory."""
     return replace(with_depthwise(tinytrain(exact=True)), signal=recipes.pliant().signal, name="pliant")
 
 
 class LowRank(nn.Module):
-    """weight + up · down, beside the weight itself, which stays. Hu et al., 2021, arXiv 2106.09685."""
+    """weight + up · down; the weight itself stays as it is. Hu et al., 2021, arXiv 2106.09685."""
 
     def __init__(self, weight: torch.Tensor, rank: int) -> None:
         super().__init__()
@@ -82,7 +76,7 @@ class LowRank(nn.Module):
 
 def with_low_rank(net: nn.Module, rank: int = 4) -> nn.Module:
     net = copy.deepcopy(net)
-    torch.manual_seed(rank)  # the same beginning for every task
+    torch.manual_seed(rank)  # the same start for every task
     for module in list(net.modules()):
         if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
             parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
@@ -103,84 +97,85 @@ METHODS: dict[str, Callable[[nn.Module], Policy | None]] = {
     "tinytrain, exact, depthwise too": lambda net: with_depthwise(tinytrain(exact=True)),
     "pliant": lambda net: channels_by_gain(),
 }
-OWN = ", own rate"  # at the end of a method's name: each task has its own (`fewshot.rate_for`)
+OWN = ", own rate"  # at the end of a name: each task has its own learning rate (`fewshot.rate_for`)
 NAMES = (*METHODS, *(f"{name}{OWN}" for name in METHODS if name != "none"))
 
 
 @cache
 def sparse_update(net: nn.Module) -> Policy:
-    """The input channels that the exact choice has for one task of the source, from then on whatever the task is."""
+    """The input channels that the exact choice selects for one task of the source, used for every task."""
     support = fewshot.Sampling(support=60).draw(domain(SOURCE), seed=1).support
     return fixed(with_depthwise(tinytrain(exact=True, axis="in"), "in"), net, support)
 
 
-def fixed(policy: Policy, net: nn.Module, support: images.ImageSet, pieces: int = 50) -> Policy:
-    """What a policy chooses for a support set when one image at a time is trained on, as a policy without a budget.
+def fixed(policy: Policy, net: nn.Module, support: images.ImageSet, batch: int = 50) -> Policy:
+    """What a policy selects for a support set when training sees one image at a time, as a policy without a budget.
 
-    What is chosen is what a session with batches of one image chooses: its costs are those of one image. The values are those
-    of the whole support set, which do not hang on the pieces that it comes in, so that large ones can be taken.
+    Costs are those of one image. Values are those of the whole support set, which is scored in large batches to save time.
     """
-    model, optimizer = prototypes(net)
+    model = fewshot.Prototypes(copy.deepcopy(net)).eval()
+    model.log_scale.requires_grad_(False)
     device = model.log_scale.device
-    several = Views(support, pieces, net.norm, device=device)
-    model.fit_(((x, y) for x, y, _ in several), len(support.classes))
-    one = next(iter(Views(support, 1, net.norm, device=device)))
-    profile, graph = prices(policy.cost, net, len(support.classes), tuple(one[0].shape))
-    changed = Views(support, pieces, net.norm, fewshot.Augment(), device=device)
-    candidates = policy.units(graph)
-    windows = [in_reach(policy, profile, candidates)]
-    values = score.probe(
-        policy.signal, model, optimizer, loss, one, candidates, seed=policy.seed, windows=windows, pieces=changed
-    )
-    names = [unit.name.replace("[", "[[]", 1) for unit in plan(policy, profile, values).units]  # globs read brackets
+    optimizer = torch.optim.SGD(model.backbone.parameters(), lr=0.02, momentum=0.9)
+    plain, changed = (batches(support, batch, net.norm, device, augment) for augment in (None, fewshot.Augment()))
+    model.fit_(((x, y) for x, y, _ in plain), len(support.classes))
+    one = plain[0][0][:1], plain[0][1][:1], torch.ones((), device=device)
+    with Session(model, optimizer, loss, policy, engine="lean", norm="frozen", probe=changed, undo=False) as session:
+        session.before_step(one)
+        names = [unit.name.replace("[", "[[]", 1) for unit in session.selection.units]  # patterns treat brackets specially
     return replace(policy, signal=score.nearness(), solver=solve.fixed(*names), budget=Budget())
 
 
-def prototypes(net: nn.Module) -> tuple[fewshot.Prototypes, torch.optim.Optimizer]:
-    """A copy of a network as `fewshot.adapt` trains it."""
-    model = fewshot.Prototypes(copy.deepcopy(net)).eval()
-    model.log_scale.requires_grad_(False)
-    return model, torch.optim.SGD(model.backbone.parameters(), lr=0.02, momentum=0.9)
-
-
-@lru_cache(maxsize=4)
-def prices(cost: Any, net: nn.Module, classes: int, shape: tuple[int, ...]) -> tuple[Profile, Graph]:
-    """What training a network costs where so many classes are told apart: the same for every task of that many."""
-    model, optimizer = prototypes(net)
-    device = model.log_scale.device
-    images, label, share = torch.zeros(shape, device=device), torch.zeros(1, dtype=torch.long, device=device), torch.ones(())
-    model.fit_([(images, label)], classes)
-    one = images, label, share.to(device)
-    profile = cost(model, optimizer, loss, one, norm="frozen").on(Mode(lean=True))
-    with sandbox(model):
-        return profile, read(model, loss, one)
-
-
-def loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """As `fewshot.adapt` has it."""
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The loss of `fewshot.adapt`."""
     x, y, share = batch
     return share * F.cross_entropy(model(x), y)
 
 
+def batches(
+    support: images.ImageSet,
+    size: int,
+    norm: images.Norm,
+    device: torch.device | None = None,
+    augment: fewshot.Augment | None = None,
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """A support set as `fewshot.adapt` sees it: normalised images, their labels, and the batch's size over the mean size.
+
+    With `augment`, images are changed as in the first step of `fewshot.adapt`.
+    """
+    numbers = np.random.default_rng([0, 0]).random((len(support), 5))
+    mean, std = (torch.as_tensor(part, dtype=torch.float32, device=device).reshape(-1, 1, 1) for part in norm)
+    out, count = [], -(-len(support) // size)
+    for start in range(0, len(support), size):
+        some = slice(start, start + size)
+        pixels = support.images[some].to(device).float() / 255
+        if augment is not None:
+            pixels = augment(pixels, numbers[some])
+        labels = support.labels[some].to(device)
+        share = torch.tensor(len(labels) * count / len(support), device=device)
+        out.append(((pixels - mean) / std, labels, share))
+    return out
+
+
 # ---------------------------------------------------------------- data and starts
 
-FOLDER = [Path()]  # where data and weights lie: `--data`
+FOLDER = [Path()]  # the folder with data and weights: `--data`
 
 
 @cache
 def domain(name: str) -> images.ImageSet:
-    """A set of images by its file; of one that has splits, all of it."""
+    """All images of a file, whatever their split."""
     return images.packed(packed.need(FOLDER[0] / name), PIXELS)
 
 
 def start(backbone: str, meta: Path | None = None) -> tuple[nn.Module, float]:
-    """The weights that every method begins with, and the scale of the cosines."""
+    """The network that every method starts from, and the scale of its cosines."""
     path = meta or packed.need(FOLDER[0] / BACKBONES[backbone])
     return models.load(str(path)), fewshot.scale_of(path)
 
 
 def ready(method: str, net: nn.Module, support: images.ImageSet) -> tuple[nn.Module, Policy | None]:
-    """The network that a method trains for a task, and what it trains of it."""
+    """The network that a method trains for a task, and the policy that says what of it."""
     method = method.removesuffix(OWN)
     policy = METHODS[method](net)
     if policy is not None and policy.budget != Budget():

@@ -1,13 +1,17 @@
-"""Does a learning rate for each few-shot task pay? Rates that were tried on tasks for tuning, and what `fewshot.rate_for` says.
+"""Is a learning rate for each few-shot task worth it? Accuracies at tuned rates, and at the rate of `fewshot.rate_for`.
 
-    python benchmarks/fewshot_rates.py --data DIR     # minutes on one CPU thread: each task's images pass the network once
+    python benchmarks/fewshot_rates.py --data DIR           # minutes on one CPU thread; nothing trains
+    python benchmarks/fewshot_rates.py --data DIR --quick   # one network, two tasks of each domain
 
-`fewshot.py` tries four rates with every method on tasks for tuning: here its results (`--results`) are read again, those from
-ImageNet's weights. For each of these tasks it is measured how alike its classes look, which needs no training, and with that
-comes the rate that `fewshot.adapt` takes by default. Mean accuracy over tasks with: the one rate that is best for all of them
-(which is what methods have in the main table), the rate of each task (between two that were tried: by the logarithm), and, out
-of reach, the best of the four for each task. The rule was drawn from these very tasks: what it does to others is another
-question (`own rate` in `fewshot.py`).
+`fewshot.py` tries four learning rates with every method on its tuning tasks. This benchmark reads those results (`--results`),
+from ImageNet weights:
+
+    for each tuning task: features of its support set → rate_for(features, classes)       # the default rate of fewshot.adapt
+    for each method: mean accuracy over tasks at one rate for all, at each task's own rate, and at each task's best rate
+
+One rate for all is the best one, which methods have in the table of `fewshot.py`. Accuracy between two rates is interpolated on
+a logarithmic scale. The best rate of each task is out of reach. `rate_for` was fitted on these very tasks: for others see
+`own rate` in `fewshot.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import math
 import statistics
 from pathlib import Path
@@ -29,13 +32,13 @@ import record
 import torch
 from fewshot import IMAGENET, key
 
-from pliant.apps.fewshot import rate_for
+from pliant import fewshot as few
 
 Tried = dict[tuple[str, int], dict[float, float]]  # domain and task → rate → accuracy
 
 
 def tried(cells: list[dict[str, Any]], backbone: str, method: str) -> Tried:
-    """What came of all four rates, for tasks on which all of them were tried."""
+    """Accuracies at all four rates, for tasks on which all of them were tried."""
     found: Tried = {}
     for c in {key(c): c for c in cells}.values():
         if (c["backbone"], c["start"], c["method"]) == (backbone, IMAGENET, method) and c["task"] < 0:
@@ -44,7 +47,7 @@ def tried(cells: list[dict[str, Any]], backbone: str, method: str) -> Tried:
 
 
 def at(by_rate: dict[float, float], rate: float) -> float:
-    """The accuracy at a rate between those that were tried.
+    """The accuracy at a rate, interpolated between those that were tried.
 
     >>> at({0.001: 40.0, 0.004: 50.0, 0.016: 60.0, 0.064: 30.0}, 0.008)
     55.0
@@ -59,12 +62,12 @@ def at(by_rate: dict[float, float], rate: float) -> float:
 
 
 def own_rate(backbone: str, domain: str, number: int, setting: dict[str, Any]) -> float:
-    """What a task is trained at by default."""
+    """The default learning rate of a task."""
     net, _ = fewshot.started(backbone, None, "cpu")
     support = fewshot.task_of(domain, number, setting).support
     with torch.no_grad():
-        features = [(net.eval().embed(images), labels) for images, labels, _ in shared.Views(support, 50, net.norm)]
-    return rate_for(features, len(support.classes))
+        features = [(net.eval().embed(images), labels) for images, labels, _ in shared.batches(support, 50, net.norm)]
+    return few.rate_for(features, len(support.classes))
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -75,29 +78,30 @@ def table(cells: list[dict[str, Any]]) -> str:
         lines += [f"| {domain} | {', '.join(f'{rate:.2g}' for rate in rates)} |" for domain, rates in mine[0]["rates"].items()]
         lines += [
             "",
-            "| method | tasks | one rate for all | that rate | a rate for each task | the best of each |",
+            "| method | tasks | one rate for all | that rate | own rate of each task | best rate of each task |",
             "|" + "---|" * 6,
         ]
         for c in mine:
             gain = f"{c['own'] - c['one']:+.1f} ± {c['half']:.1f}"
-            told = f"{c['one']:.1f} | {c['rate']:g} | {c['own']:.1f} ({gain}) | {c['each']:.1f}"
-            lines.append(f"| {c['method']} | {c['tasks']} | {told} |")
+            columns = f"{c['one']:.1f} | {c['rate']:g} | {c['own']:.1f} ({gain}) | {c['each']:.1f}"
+            lines.append(f"| {c['method']} | {c['tasks']} | {columns} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=None, help="folder with data and weights (or $PLIANT_DATA)")
+    parser = record.options(__doc__, device=False)
+    packed.option(parser)
     parser.add_argument("--results", type=Path, default=record.RESULTS / "fewshot_h200.json")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     shared.FOLDER[0] = packed.folder(args.data)
     found, cells = record.cells(args.results), list[dict[str, Any]]()
     setting = {"ways": [5, 50], "support": 500}
-    for backbone in shared.BACKBONES:
+    for backbone in list(shared.BACKBONES)[: 1 if args.quick else None]:
         methods = {name: tried(found, backbone, name) for name in shared.METHODS}
+        if args.quick:
+            methods = {name: {task: of[task] for task in of if task[1] >= -2} for name, of in methods.items()}
         tasks = sorted({task for of in methods.values() for task in of}, key=lambda one: (one[0], -one[1]))
         rates = {task: own_rate(backbone, *task, setting) for task in tasks}
         by_domain: dict[str, list[float]] = {}
@@ -113,8 +117,7 @@ def main() -> None:
                 each = statistics.mean(max(by_rate.values()) for by_rate in of.values())
                 cells.append({"backbone": backbone, "method": name, "tasks": len(of), "rate": best, "one": means[best]})
                 cells[-1] |= {"own": own, "half": half, "each": each, "rates": by_domain}
-    out = args.out or record.place("fewshot_rates")
-    record.save(out, {"device": "cpu", "results": args.results.name}, cells, table(cells))
+    record.save(record.out(args, "fewshot_rates"), {"device": "cpu", "results": args.results.name}, cells, table(cells))
     print(table(cells))
 
 

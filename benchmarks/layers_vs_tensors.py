@@ -1,14 +1,17 @@
-"""Whole layers against single tensors: what it takes to reach the same accuracy on traffic signs.
+"""Whole layers against single tensors: the time to reach the same accuracy on traffic signs.
 
     python benchmarks/layers_vs_tensors.py --data DIR                   # some forty minutes on one CPU thread; resumable
     python benchmarks/layers_vs_tensors.py --data DIR --device cuda     # some minutes on a GPU
     python benchmarks/layers_vs_tensors.py --data DIR --quick           # one seed, one epoch: a minute or two
 
 MobileNetV2 with ImageNet weights on GTSRB (43 signs, 32 training images each). Full fine-tuning, `elastic_trainer` (tensors)
-and `elastic_layers`, each at the learning rate that is best on the validation split (seed 0), then on every seed and budget.
-The first target is the validation accuracy that full training ends with, less one point, mean over seeds; the second, for each
-seed, what tensors end with. Time counts everything that the session does (profiling, probing, choosing), without validation:
-CPU time of one thread, or synchronised wall time on a GPU.
+and `elastic_layers`: each at the learning rate that is best on the validation split (seed 0), then for all seeds and budgets.
+What is timed, by CPU time of one thread or synchronised wall time on a GPU:
+
+    for every epoch: start clock; for every batch: session.step(batch); stop clock; validate
+
+So time includes profiling, scoring and choosing. The first target is the final validation accuracy of full training less one
+point, mean over seeds. The second one, for each seed, is the final validation accuracy of tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any
@@ -29,23 +31,21 @@ import record
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from training import accuracy, clock
+from training import accuracy, clock, in_pieces, plain_step, sgd
 
-from pliant import Policy, Session, recipes, schedule
-from pliant.apps import data
-from pliant.apps.data import images
+from pliant import Policy, Session, data, images, recipes, schedule
 
 METHODS = ("full", "elastic_trainer", "elastic_layers")
 CLIP = 1.0
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as torchvision's weights expect it
-STORED = 64  # pixels of a side, in the file
+STORED = 64  # side of an image in the file
 
 
 def signs(path: Path, pixels: int, device: str) -> tuple[dict[str, data.Split], int]:
     """The three splits as normalised tensors, and the number of classes.
 
-    They are those of the recorded results, so `ImageSet.splits` cannot cut them: a fifth of every class, by numpy's lot, is to
-    validate with; images are enlarged as floats, and lie channels last.
+    They are those of the recorded results, so `ImageSet.splits` is not used: a random fifth of every class is the validation
+    split. Images are enlarged as floats, and are channels-last.
     """
     found = images.packed(path, STORED)
     split, labels, rng = np.array(found.split), found.labels.numpy(), np.random.default_rng(0)
@@ -77,7 +77,7 @@ def cell(
     model = nets.MobileNetV2(classes)
     model.load_state_dict({k: v.float() for k, v in load_file(weights).items()}, strict=False)
     model.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = sgd(model, lr)
     per_epoch = len(splits["train"]) // batch
     total = epochs * per_epoch
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
@@ -94,18 +94,12 @@ def cell(
             step(next(stream))
             cosine.step()
         spent += clock(device) - start
-        curve.append([spent, accuracy(model, splits["validation"])])
-
-    def plain(pair: Any) -> None:
-        optimizer.zero_grad()
-        nets.loss(model, pair).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        curve.append([spent, accuracy(model, in_pieces(splits["validation"].images, splits["validation"].labels))])
 
     said: dict[str, Any] = {}
     if method == "full":
         for _ in range(epochs):
-            epoch(plain)
+            epoch(lambda pair: plain_step(model, optimizer, nets.loss, pair, CLIP))
     else:
         chosen = policy(method, share, setting["epochs_between"])
         with Session(model, optimizer, nets.loss, chosen, clip=CLIP, steps_per_epoch=per_epoch, total_steps=total) as session:
@@ -114,7 +108,7 @@ def cell(
             steps = sum(r.steps for r in session.rounds)
             said["mean_step"] = sum(r.seconds for r in session.rounds) / steps / session.profile.full.seconds
             said["units"] = len(session.selection.units)
-    test = accuracy(model, splits["test"])
+    test = accuracy(model, in_pieces(splits["test"].images, splits["test"].labels))
     return {"method": method, "time": share, "lr": lr, "seed": seed, "curve": curve, "test": test, **said}
 
 
@@ -123,7 +117,7 @@ def seconds_to(run: dict[str, Any], target: float) -> float | None:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: accuracy, time of the whole run and time to the target, with the range over seeds."""
+    """Markdown: accuracy with its range over seeds, time of the whole run, and time to the target."""
     final = [c for c in cells if c.get("final")]
     full = [c for c in final if c["method"] == "full"]
     if not full:
@@ -133,7 +127,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     lines = [
         f"Target: {target:.1%} on the validation split.",
         "",
-        "| method | asked | mean step | test accuracy | whole run | to the target | lr |",
+        "| method | asked | mean step / full step | test accuracy | whole run / full | time to the target | learning rate |",
         "|---|---|---|---|---|---|---|",
     ]
     reached: dict[tuple[str, float], dict[int, float]] = {}
@@ -154,7 +148,7 @@ def table(cells: list[dict[str, Any]]) -> str:
 
     lines += [
         "",
-        "Seconds until each seed's layers reach what its tensors end with, against those that its tensors took to get there:",
+        "Time that layers save, for each seed, until they reach the final accuracy of tensors:",
         "",
     ]
     for share in sorted({c["time"] for c in final if c["method"] != "full"}):
@@ -170,16 +164,14 @@ def table(cells: list[dict[str, Any]]) -> str:
         if saved:
             lines.append(
                 f"- asked {share}: {statistics.mean(saved):.0%} of the time saved ({min(saved):.0%} to {max(saved):.0%}; "
-                f"{len(saved)} of {len(pairs)} seeds get there)"
+                f"{len(saved)} of {len(pairs)} seeds reach it)"
             )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--data", type=Path, default=None)
-    parser.add_argument("--device", default="cpu")
+    parser = record.options(__doc__)
+    packed.option(parser)
     parser.add_argument("--epochs", type=int, default=None, help="(6, or 20 on a GPU)")
     parser.add_argument("--batch", type=int, default=None, help="(16, or 64 on a GPU)")
     parser.add_argument("--pixels", type=int, default=None, help="(64, or 128 on a GPU)")
@@ -188,7 +180,6 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=None, help="(0.5, or 0.5 0.6 0.7 on a GPU)")
     parser.add_argument("--lrs", type=float, nargs="+", default=[0.01, 0.03, 0.1])
     parser.add_argument("--lrs-from", type=Path, default=None, help="results whose best learning rates to use, without tuning")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     gpu = args.device == "cuda"
@@ -202,7 +193,7 @@ def main() -> None:
     weights = packed.need(where / "weights" / "mobilenetv2_fp16.safetensors")
     splits, classes = signs(packed.need(where / "gtsrb43_64.npz"), args.pixels, args.device)
     setting = {k: getattr(args, k) for k in ("device", "epochs", "batch", "pixels", "epochs_between", "lrs")}
-    out = args.out or record.place("layers_vs_tensors_quick" if args.quick else "layers_vs_tensors", args.device)
+    out = record.out(args, "layers_vs_tensors")
     done = record.load(out, setting)
     known = record.cells(args.lrs_from) if args.lrs_from else done
 

@@ -1,6 +1,6 @@
-"""The networks that benchmarks run on: their shapes are the published ones, their weights random unless a benchmark loads some.
+"""The networks of the benchmarks, in their published shapes; weights are random unless a benchmark loads some.
 
-`build(name)` gives a network; `batch(name, …)` random inputs and labels for it; `loss` is the same for all.
+`build(name, pixels)` returns a network, `batch(name, …)` random inputs and labels for it. `loss` is the same for all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _conv(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1
 
 
 class InvertedResidual(nn.Module):
-    """MobileNetV2's block, with torchvision's names."""
+    """MobileNetV2's block, with torchvision's parameter names."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expand: int) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class InvertedResidual(nn.Module):
 
 
 def _eights(channels: float) -> int:
-    """The nearest multiple of 8, but not less than nine tenths: how torchvision rounds a network's widths."""
+    """The nearest multiple of 8, but at least nine tenths: how torchvision rounds widths."""
     near = max(8, int(channels + 4) // 8 * 8)
     return near + 8 if near < 0.9 * channels else near
 
 
 class MobileNetV2(nn.Module):
-    """arXiv 1801.04381. `wide` multiplies the number of channels; `recompute` checkpoints every block."""
+    """arXiv 1801.04381. `wide` multiplies the number of channels; `recompute` uses activation checkpoints for every block."""
 
     def __init__(self, classes: int = CLASSES, recompute: bool = False, wide: float = 1.0) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class MobileNetV2(nn.Module):
 
 
 class FoldedResidual(nn.Module):
-    """An inverted residual block as it is deployed: its norms folded into the convolutions, which have biases instead."""
+    """An inverted residual block as it is deployed: batch norms are folded into convolutions with biases."""
 
     def __init__(self, inputs: int, outputs: int, size: int, stride: int, expand: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class FoldedResidual(nn.Module):
 
 
 class MCUNet(nn.Module):
-    """A network for microcontrollers in the manner of MCUNet (arXiv 2007.10319): narrow, kernels of three sizes, no norms."""
+    """A network for microcontrollers, like MCUNet (arXiv 2007.10319): narrow, kernels of three sizes, no norms."""
 
     def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class MCUNet(nn.Module):
                 width = outputs
         features.append(nn.Sequential(nn.Conv2d(width, 320, 1), nn.ReLU6(inplace=True)))
         self.features, self.head = nn.Sequential(*features), nn.Linear(320, classes)
-        for module in self.modules():  # without norms, PyTorch's own start fades to nothing over so many layers
+        for module in self.modules():  # without norms, activations vanish with PyTorch's default initialisation
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
                 nn.init.zeros_(module.bias)
@@ -185,7 +185,7 @@ class ResNet50(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Norm first (as in ViT) or norm last (as in BERT); fused attention."""
+    """Layer norm first (as in ViT) or last (as in BERT); fused attention."""
 
     def __init__(self, width: int, heads: int, norm_first: bool) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ NETS: dict[str, Callable[[int], nn.Module]] = {
     "text_encoder": lambda pixels: TextEncoder(),
     "convnext": lambda pixels: ConvNeXt(),
 }
-# Those that the memory of training is measured on.
+# The networks of memory.py.
 MEMORY_NETS: dict[str, Callable[[int], nn.Module]] = {
     "mobilenet_v2": NETS["mobilenet_v2"],
     "mobilenet_v2_0.35": lambda pixels: MobileNetV2(wide=0.35),
@@ -288,7 +288,7 @@ MEMORY_NETS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def build(name: str, pixels: int) -> nn.Module:
-    """The network by name, in training mode, with weights that depend on torch's random state alone."""
+    """The network by name, in training mode. Its weights depend only on torch's random state."""
     return (NETS | MEMORY_NETS)[name](pixels)
 
 

@@ -1,4 +1,4 @@
-"""Draw committed results: accuracy over time, and few-shot methods against full training.
+"""Plots of the committed results: accuracy over time, and few-shot methods minus full training.
 
     python benchmarks/plots.py                 # docs/images/*.svg from benchmarks/results/*.json
     python benchmarks/plots.py --out build     # elsewhere
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 FULL = ("full", "full, tuned", "full, captured")
 AT_EQUAL_TIME = ("pliant 0.4", "last 0.4", "random 0.4")
-TRANSFER = {  # the results, what they are of (their first task), and the methods to show
+TRANSFER = {  # result file → title (of its first task), unit of time, and the methods to show
     "transfer_arm_cpu": (
         "20 kinds of birds, MobileNetV2, one thread of an ARM CPU",
         "CPU seconds",
@@ -57,7 +57,7 @@ def figure(columns: int = 1, rows: int = 1) -> tuple[Any, Any, Any]:
 
 
 def over_time(name: str, out: Path) -> None:
-    """Validation accuracy after each epoch, the mean over seeds, by the time that training took until then."""
+    """Validation accuracy after each epoch, mean over seeds, over the training time so far."""
     title, unit, shown = TRANSFER[name]
     cells = [c for c in record.cells(RESULTS / f"{name}.json") if "failed" not in c]
     cells = [c for c in cells if c["task"] == cells[0]["task"]]
@@ -82,7 +82,7 @@ def over_time(name: str, out: Path) -> None:
 
 
 def against_full(out: Path) -> None:
-    """Points of accuracy over full training, task by task, with 95 % intervals of the mean over domains."""
+    """Accuracy minus that of full training, task by task, with 95 % intervals of the mean over domains."""
     cells = fewshot.at_best(record.cells(RESULTS / "fewshot_h200.json"))
     starts = list(dict.fromkeys((c["backbone"], c["start"]) for c in cells))
     pyplot, fig, all_axes = figure(2, (len(starts) + 1) // 2)
@@ -94,7 +94,7 @@ def against_full(out: Path) -> None:
         colours = [OURS if "tinytrain" in method or method == "pliant" else "#64748b" for method in methods]
         axes.barh(methods, means, 0.7, xerr=halves, color=colours)
         axes.axvline(0, color="black", linewidth=0.8)
-        axes.set(xlabel="points over full training, task by task", title=f"{net}, from {begin}")
+        axes.set(xlabel="percentage points minus full training, task by task", title=f"{net}, from {begin}")
     save(pyplot, fig, out / "fewshot_h200.svg")
 
 

@@ -1,7 +1,8 @@
-"""Where benchmark results are kept: JSON with hardware, versions and date, and the Markdown table made from it."""
+"""Results of benchmarks: JSON with hardware, versions and date, and the Markdown table made from it."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -19,13 +20,28 @@ import pliant
 RESULTS = Path(__file__).parent / "results"
 
 
+def options(doc: str | None, *, device: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small version that takes a minute or two")
+    parser.add_argument("--out", type=Path, default=None, help="the JSON file; its table is written beside it")
+    if device:
+        parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    return parser
+
+
+def out(args: argparse.Namespace, name: str) -> Path:
+    """The file that these options ask for."""
+    return args.out or place(f"{name}_quick" if args.quick else name, getattr(args, "device", "cpu"))
+
+
 def place(name: str, device: str = "cpu") -> Path:
-    """The file for a benchmark on this kind of device."""
+    """The usual file for a benchmark on this kind of device."""
     return RESULTS / f"{name}_{'h200' if device == 'cuda' and 'H200' in torch.cuda.get_device_name() else device}.json"
 
 
 def load(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
-    """Cells that are already there for the same setting; a file of another setting is an error, not something to mix with."""
+    """The cells of an earlier, interrupted run with the same setting. A file with another setting is an error."""
     if not path.exists():
         return []
     old = json.loads(path.read_text())
@@ -35,22 +51,22 @@ def load(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def cells(path: Path) -> list[dict[str, Any]]:
-    """The cells of some results, whatever their setting."""
+    """The cells of a result file, whatever its setting."""
     return list(json.loads(path.read_text())["cells"])
 
 
 def save(path: Path, setting: dict[str, Any], cells: list[dict[str, Any]], table: str) -> None:
-    """Write both files aside, then rename."""
+    """Write JSON and table to temporary files, then rename them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"setting": setting, "where": where(setting.get("device", "cpu")), "cells": cells}
     for target, text in ((path, dumps(content)), (path.with_suffix(".md"), heading(content) + table)):
-        aside = target.with_name(target.name + ".tmp")
-        aside.write_text(text)
-        os.replace(aside, target)
+        temporary = target.with_name(target.name + ".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, target)
 
 
 def dumps(content: dict[str, Any]) -> str:
-    """JSON with one cell to a line."""
+    """JSON with one cell per line."""
     head = json.dumps({name: part for name, part in content.items() if name != "cells"}, indent=1).removesuffix("\n}")
     return f'{head},\n "cells": [\n' + ",\n".join(json.dumps(cell) for cell in content["cells"]) + "\n ]\n}\n"
 

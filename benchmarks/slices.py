@@ -1,10 +1,16 @@
 """What a quarter of a layer's channels costs: the time of its weight gradient, and the bytes of gradient and optimizer state.
 
-    python benchmarks/slices.py        # half a minute on one CPU thread
+    python benchmarks/slices.py           # half a minute on one CPU thread
+    python benchmarks/slices.py --quick   # fewer repeats
 
-Backward passes without an input gradient, over a layer by itself: the whole weight by plain autograd against the first quarter
-of its output or input channels as a slice. CPU time of one thread, the fastest of several, both sides taking turns. State is
-that of SGD with momentum.
+A model of one layer. Trained are the whole weight in plain PyTorch, or the first quarter of its output or input channels by a
+session. What is timed, in turn, by the CPU time of one thread (the fastest counts):
+
+    session.before_step(inputs); output = layer(inputs)
+    start clock; output.backward(gradient); stop clock
+    optimizer.step()                                        # SGD with momentum, whose state is counted
+
+No gradient of the input is computed.
 """
 
 from __future__ import annotations
@@ -13,17 +19,17 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
-from pathlib import Path
+import copy
+from collections.abc import Collection
 from typing import Any
 
 import record
 import torch
+from meter import state_bytes, tensor_bytes
 from torch import nn
-from training import clock
+from training import seconds_of, sgd
 
-from pliant import Part
-from pliant.engine.slices.slices import Sliced, Slices
+from pliant import Part, Policy, Session, Unit, measure, score, solve
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv 3×3, 64 → 64, 56²": (nn.Conv2d(64, 64, 3, padding=1, bias=False), (8, 64, 56, 56)),
@@ -36,52 +42,69 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
-def run(layer: nn.Module, inputs: torch.Tensor, slices: Slices | None) -> tuple[float, torch.optim.Optimizer]:
-    """Seconds of backward; a step follows, so that there is state to look at."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
-    if slices is None:
-        out = layer(inputs)
-    else:
-        with Sliced(slices):
-            out = layer(inputs)
-    grad = torch.ones_like(out)
-    start = clock("cpu")
-    out.backward(grad)
-    seconds = clock("cpu") - start
-    if slices is None:
-        optimizer.step()
-        layer.zero_grad()
-    else:
-        with slices.swapped_in(optimizer):
-            optimizer.step()
-        slices.zero_grad()
-    return seconds, optimizer
+def quarter(model: nn.Module, chosen: Collection[str], dim: int = 0) -> Policy:
+    """Trains the first quarter of the channels of each chosen convolution and linear layer, and other chosen tensors whole."""
+    layers = {name for name, m in model.named_modules() if isinstance(m, (nn.Conv2d, nn.Linear)) and m.weight.shape[dim] >= 4}
+    parts = []
+    for name, param in model.named_parameters():
+        if name in chosen:
+            layer, _, kind = name.rpartition(".")
+            sliced = layer in layers and name.removesuffix(kind) + "weight" in chosen
+            parts.append(Part(name, dim, tuple(range(param.shape[dim] // 4))) if sliced else Part(name))
+    made = tuple(Unit(part.param, (part,)) for part in parts)
+    name = "a quarter of the channels"
+    return Policy(lambda graph: made, score.nearness(), measure.counted, solve.fixed("*"), head=False, name=name)
+
+
+class Way:
+    """One way to train a copy of a layer: whole, or a quarter of the channels along a dimension."""
+
+    def __init__(self, layer: nn.Module, inputs: torch.Tensor, dim: int | None) -> None:
+        self.layer, self.inputs = copy.deepcopy(layer), inputs
+        self.optimizer = sgd(self.layer)
+        self.session: Session | None = None
+        if dim is not None:
+            policy = quarter(self.layer, ("weight",), dim)
+            self.session = Session(self.layer, self.optimizer, _sum, policy, engine="plain", undo=False)
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """One step; the seconds of its backward pass are kept."""
+        self.optimizer.zero_grad()
+        if self.session is not None:
+            self.session.before_step(self.inputs)
+        output = self.layer(self.inputs)
+        gradient = torch.ones_like(output)
+        self.seconds.append(seconds_of(lambda: output.backward(gradient), "cpu"))
+        self.optimizer.step()
+
+    def gradient_and_state(self) -> int:
+        """Bytes. The gradient is as large as the momentum."""
+        sliced = self.session.state_dict()["slices"] if self.session is not None else {}
+        return 2 * (state_bytes(self.optimizer) + tensor_bytes(sliced))
+
+
+def _sum(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).sum()
 
 
 def cell(name: str, repeats: int) -> dict[str, Any]:
     torch.manual_seed(0)
     layer, shape = LAYERS[name]
-    inputs, weight = torch.randn(shape), layer.weight
-    dims = {"out": 0, "in": 1} if weight.shape[1] > 1 else {"out": 0}
-    taken: dict[str, list[float]] = {"whole": [], **{axis: [] for axis in dims}}
-    state = {}
+    inputs = torch.randn(shape)
+    dims = {"whole": None, "out": 0, "in": 1} if layer.weight.shape[1] > 1 else {"whole": None, "out": 0}
+    ways = {way: Way(layer, inputs, dim) for way, dim in dims.items()}
     for _ in range(repeats):
-        for way in taken:
-            weight.requires_grad_(way == "whole")
-            slices = None
-            if way != "whole":
-                dim = dims[way]
-                slices = Slices({"weight": weight}, [Part("weight", dim, tuple(range(weight.shape[dim] // 4)))])
-            seconds, optimizer = run(layer, inputs, slices)
-            taken[way].append(seconds)
-            held = optimizer.state[weight] if slices is None else slices.state_dict()["weight"]["state"]
-            state[way] = 2 * sum(t.numel() * t.element_size() for t in held.values() if isinstance(t, torch.Tensor))
-    return {"layer": name, "seconds": {way: min(t) for way, t in taken.items()}, "gradient_and_state": state}
+        for way in ways.values():
+            way.step()
+    sizes = {name: way.gradient_and_state() for name, way in ways.items()}
+    return {"layer": name, "seconds": {name: min(way.seconds) for name, way in ways.items()}, "gradient_and_state": sizes}
 
 
 def table(cells: list[dict[str, Any]]) -> str:
+    """Markdown: milliseconds of the whole weight gradient; a quarter as a share of that."""
     lines = [
-        "| layer | dW, whole | a quarter of the outputs | of the inputs | gradient + state of a quarter |",
+        "| layer | whole weight gradient | quarter of the outputs | quarter of the inputs | gradient + state of a quarter |",
         "|---|---|---|---|---|",
     ]
     for c in cells:
@@ -93,16 +116,13 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=None)
+    parser = record.options(__doc__, device=False)
+    parser.add_argument("--repeats", type=int, default=None, help="steps of each way (15)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    repeats = 3 if args.quick else args.repeats
+    repeats = args.repeats or (3 if args.quick else 15)
     cells = [cell(name, repeats) for name in LAYERS]
-    out = args.out or record.place("slices_quick" if args.quick else "slices", "cpu")
-    record.save(out, {"device": "cpu", "repeats": repeats}, cells, table(cells))
+    record.save(record.out(args, "slices"), {"device": "cpu", "repeats": repeats}, cells, table(cells))
     print(table(cells))
 
 

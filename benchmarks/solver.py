@@ -1,16 +1,16 @@
-"""How fast the solvers are and how good their answers: `knapsack` against `milp` and against a bound that nothing can beat,
-`coverage` against the bound of a mixed-integer program.
+"""How fast the solvers are and how good their answers: `knapsack` against `milp` and an upper bound, `spread` against the bound
+of a mixed-integer program.
 
     python benchmarks/solver.py           # some four minutes on one CPU thread
     python benchmarks/solver.py --quick   # some twenty seconds: fewer instances, smaller programs
 
-Instances are random, all values positive (the hardest case), and nothing but the seed decides them. What is timed:
+Instances are random with positive values (the hardest case) and depend only on the seed. What is timed:
 
     start clock; chosen = solver(problem); stop clock
 
-CPU time of one thread, minimum of several. `bound` is what could be reached if the last unit might be chosen in part, for the
-best deepest unit: no choice is worth more. Exits with 1 if the knapsack on 500 units and 10,000 bins takes longer than 20 ms,
-or finds less than 99.2 % of the best value.
+CPU time of one thread, the fastest of several. The upper bound of `knapsack` allows the last unit to be chosen in part, for the
+best deepest unit: no selection has a higher value. Exits with 1 if the knapsack on 500 units and 10,000 bins takes longer than
+20 ms, or finds less than 99.2 % of the best value.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import record
+from pliant.solve import Problem, Solver, knapsack, milp, spread
 from scipy.optimize import Bounds, LinearConstraint
 from scipy.optimize import milp as program
 from scipy.sparse import coo_array, csr_array, hstack, vstack
 
-from pliant.planning.solve import Problem, Solver, coverage, knapsack, milp
-
-SECONDS, SHARE = 0.020, 0.992  # what is accepted
-SHARES = (0.1, 0.3, 0.5, 0.8)  # of what choosing everything costs
-ALIKE = 0.8  # the usual discount of `coverage`
+SECONDS, SHARE = 0.020, 0.992  # the acceptance bounds
+SHARES = (0.1, 0.3, 0.5, 0.8)  # of the cost of everything
+ALIKE = 0.8  # the default of `spread`
 
 
 # ---------------------------------------------------------------- instances
@@ -54,7 +51,7 @@ def chain_rows(units: int) -> np.ndarray:
 
 
 def skewed(rng: np.random.Generator, units: int) -> Problem:
-    """Prices and values over orders of magnitude, as they are in real models."""
+    """Prices and values over orders of magnitude, as in real models."""
     return made(rng.lognormal(0, 1.5, units), chain_rows(units), rng.lognormal(0, 1, (1, 2 * units)))
 
 
@@ -63,7 +60,7 @@ def even(rng: np.random.Generator, units: int) -> Problem:
 
 
 def tensors(rng: np.random.Generator, units: int) -> Problem:
-    """Weights and biases in turn: a bias costs a hundredth and is worth a tenth."""
+    """Alternating weights and biases: a bias costs a hundredth and is worth a tenth."""
     bias = np.arange(units) % 2 == 0
     own = rng.lognormal(0, 0.7, units) * np.where(bias, 0.01, 1)
     return made(
@@ -74,13 +71,13 @@ def tensors(rng: np.random.Generator, units: int) -> Problem:
 
 
 def correlated(rng: np.random.Generator, units: int) -> Problem:
-    """What costs more is worth more: nothing is an obvious choice."""
+    """Expensive units are valuable: nothing is an obvious choice."""
     price = rng.lognormal(0, 1, (1, 2 * units))
     return made(price[0, :units] * rng.uniform(0.9, 1.1, units), chain_rows(units), price)
 
 
 def residual(rng: np.random.Generator, units: int, limits: int = 1) -> Problem:
-    """Blocks of two branches of two units: a unit pays for what is nearer the loss in its branch, and for all blocks before."""
+    """Blocks of two branches of two units: a unit pays for its branch and for all blocks between it and the loss."""
     block, branch = np.arange(units) // 4, np.arange(units) % 4 // 2
     behind = block[None] > block[:, None]
     beside = (block[None] == block[:, None]) & (branch[None] == branch[:, None]) & np.triu(np.ones((units, units), bool))
@@ -89,7 +86,7 @@ def residual(rng: np.random.Generator, units: int, limits: int = 1) -> Problem:
 
 
 def towers(rng: np.random.Generator, units: int) -> Problem:
-    """Two encoders that meet only at the loss: what lies on the way through one is of no use to the other."""
+    """Two encoders that meet only at the loss: they share no part of the backward pass."""
     tower = np.arange(units) % 2
     way = np.triu(np.ones((units, units), bool)) & (tower[None] == tower[:, None])
     rows = np.concatenate([np.eye(units, dtype=bool), way])
@@ -97,7 +94,7 @@ def towers(rng: np.random.Generator, units: int) -> Problem:
 
 
 def tangled(rng: np.random.Generator, units: int) -> Problem:
-    """Every charge waits for some of the next three: branches of any length."""
+    """Every charge depends on some of the next three: branches of any length."""
     rows = np.zeros((2 * units, units), bool)
     for j in range(2 * units - 1, -1, -1):
         rows[j, j // 2] = True
@@ -125,19 +122,19 @@ def instances(make: Make, units: int, seeds: int, shares: tuple[float, ...]) -> 
 
 
 def timed(solver: Solver, problem: Problem, repeats: int) -> tuple[float, float]:
-    """CPU seconds and value; a choice over its limit is no result."""
+    """CPU seconds and value; a selection over its limit is an error."""
     seconds = []
     for _ in range(repeats):
         start = time.thread_time()
         chosen = solver(problem)
         seconds.append(time.thread_time() - start)
     if not problem.fits(chosen):
-        raise SystemExit("a choice is over its limit")
+        raise SystemExit("a selection is over its limit")
     return min(seconds), problem.value(chosen)
 
 
 def bound(problem: Problem) -> float:
-    """No choice on this chain is worth more: for each deepest unit, what else fits by value per price, the last one in part."""
+    """An upper bound on a chain: for each deepest unit, what else fits by value per price, the last one in part."""
     units = len(problem.names)
     own, way = problem.price[0, :units], np.cumsum(problem.price[0, units:])
     order = np.argsort(-problem.values / own)
@@ -192,7 +189,7 @@ def programs(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def graphs(quick: bool) -> Iterator[dict[str, Any]]:
-    """Where the graph has branches, `knapsack` works with safe prices; this is what that costs."""
+    """On graphs with branches `knapsack` overestimates some prices, to be safe; this shows how much value that loses."""
     for make in (residual, towers, tangled):
         for seed, share, problem in instances(make, 60 if quick else 120, 1 if quick else 4, SHARES):
             seconds, value = timed(knapsack(), problem, 3)
@@ -210,17 +207,17 @@ def graphs(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def spreads(quick: bool) -> Iterator[dict[str, Any]]:
-    """How long `coverage` takes as problems grow, and how near it is to the best where that can be told in some seconds."""
+    """How long `spread` takes as problems grow, and on small ones how near it is to an upper bound."""
     for make in (residual,) if quick else (even, residual, two_budgets):
         for units in (50,) if quick else (50, 100, 200, 400):
             for seed, share, problem in instances(make, units, 1 if quick else 2, SHARES[1:3]):
+                problem = replace(problem, values=problem.values**0.25)  # as `tempered` passes them on
                 start = time.thread_time()
-                chosen = coverage(ALIKE)(problem)
+                chosen = spread(ALIKE)(problem)
                 seconds = time.thread_time() - start
                 if not problem.fits(chosen):
-                    raise SystemExit("a choice is over its limit")
-                problem = replace(problem, values=problem.values**0.25)  # as `coverage` counts them
-                counts = standing(problem)
+                    raise SystemExit("a selection is over its limit")
+                counts = counted(problem)
                 cell = {
                     "part": "spread",
                     "kind": make.__name__,
@@ -234,14 +231,14 @@ def spreads(quick: bool) -> Iterator[dict[str, Any]]:
                 yield cell
 
 
-def standing(problem: Problem) -> np.ndarray:
-    """What each unit counts with if another one alone is chosen."""
+def counted(problem: Problem) -> np.ndarray:
+    """The value that counts for each unit (row) if only another one (column) is chosen."""
     place = np.arange(len(problem.names))
     return np.minimum(problem.values[:, None], problem.values) * ALIKE ** np.abs(place[:, None] - place)
 
 
 def spread_bound(problem: Problem, counts: np.ndarray) -> float:
-    """No choice is worth more to `coverage`: units x, charges y ≥ x, and who stands for whom, z ≤ x, one for each."""
+    """An upper bound for `spread`: units x, charges y ≥ x, and z ≤ x, which assigns one chosen unit to each unit."""
     n, m = len(problem.names), len(problem.needed)
     of, by = (one.ravel() for one in np.indices((n, n)))
     pairs, k = n * n, np.arange(n * n)
@@ -290,9 +287,9 @@ def table(cells: list[dict[str, Any]]) -> str:
         return f"{statistics.median(shares):.2f} % (at least {min(shares):.2f})"
 
     lines = [
-        f"`knapsack` on chains of 500 units, 10,000 bins; accepted: {1e3 * SECONDS:g} ms and {100 * SHARE:g} % of the best",
+        f"`knapsack` on chains of 500 units, 10,000 bins; acceptance: {1e3 * SECONDS:g} ms and {100 * SHARE:g} % of the best",
         "",
-        "| instances | ms | of milp's value | of the bound | milp: ms | milp: of the bound |",
+        "| instances | ms | value / milp's | value / bound | milp: ms | milp: value / bound |",
         "|---|---|---|---|---|---|",
     ]
     for (kind,), group in grouped(cells, "knapsack, 500 units", "kind"):
@@ -307,16 +304,16 @@ def table(cells: list[dict[str, Any]]) -> str:
         "",
         "`knapsack` beside `milp` on graphs with branches",
         "",
-        "| instances | units | budget | knapsack: ms | of milp's value | milp: ms |",
+        "| instances | units | budget | knapsack: ms | value / milp's | milp: ms |",
         "|---|---|---|---|---|---|",
     ]
     for (kind, units, budget), group in grouped(cells, "graphs", "kind", "units", "share"):
         lines.append(f"| {kind} | {units} | {budget} | {ms(group)} | {share(group, 'of_milp')} | {ms(group, 'milp_seconds')} |")
     lines += [
         "",
-        f"`coverage`, {ALIKE} alike, of fourth roots",
+        f"`spread({ALIKE})` of fourth roots of values",
         "",
-        "| instances | units | ms | of the bound |",
+        "| instances | units | ms | value / bound |",
         "|---|---|---|---|",
     ]
     for (kind, units), group in grouped(cells, "spread", "kind", "units"):
@@ -326,24 +323,22 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def missed(cells: list[dict[str, Any]]) -> list[str]:
-    """Acceptance bounds that were not kept, in words."""
+    """Acceptance bounds that were missed, in words."""
     out = []
     for cell in cells:
         if cell["part"] == "knapsack, 500 units":
             where = f"{cell['kind']}, seed {cell['seed']}, budget {cell['share']}"
             if cell["seconds"] > SECONDS:
-                out.append(f"{where}: {1e3 * cell['seconds']:.1f} ms, accepted are {1e3 * SECONDS:g} ms")
+                out.append(f"{where}: {1e3 * cell['seconds']:.1f} ms, at most {1e3 * SECONDS:g} ms")
             if cell["of_milp"] < SHARE:
-                out.append(f"{where}: {100 * cell['of_milp']:.2f} % of the best value, accepted are {100 * SHARE:g} %")
+                out.append(f"{where}: {100 * cell['of_milp']:.2f} % of the best value, at least {100 * SHARE:g} %")
     return out
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=None)
+    parser = record.options(__doc__, device=False)
     args = parser.parse_args()
-    out = args.out or record.place("solver_quick" if args.quick else "solver")
+    out = record.out(args, "solver")
     setting = {"bins": 10_000, "budgets": list(SHARES), "quick": args.quick}
     cells: list[dict[str, Any]] = []
     for part in (long_chains, programs, graphs, spreads):

@@ -4,14 +4,17 @@
     python benchmarks/step.py --device cuda        # some minutes on a GPU
     python benchmarks/step.py --quick              # one network, one batch size: about a minute
 
-Every way has a copy of the network to itself and takes whole steps (gradients to none, forward, backward, SGD with momentum).
-`full, eager` and `plain freezing` are loops as anyone writes them: `requires_grad` as chosen, norms at rest where nothing is
-chosen. All others are `Session.step` on the engine that is named, with everything that a session does around a step. The last
-quarter or half of the parameter tensors is chosen; or, with holes, the weights of one layer in five of that half. `cache`:
-every batch was seen before, features in the memory of the device. GPU: bfloat16 autocast and channels-last for images in all
-ways.
+Every way has its own copy of the network. Trained is the last quarter or half of the parameter tensors; or, "with gaps", the
+weights of one layer in five of that half. What is timed:
 
-Ways take turns. CPU: CPU time of one thread, the fastest of each. GPU: synchronised wall time, medians.
+    full, eager; plain freezing    optimizer.zero_grad(); loss(model, batch).backward(); optimizer.step()
+    all others                     session.step(batch), with the engine that is named
+
+Plain freezing sets `requires_grad`, and frozen batch norms use their running statistics. `cache`: every batch was seen before,
+so a session reads the features before the first trained layer from its cache. On a GPU all ways use bfloat16 autocast, and
+channels-last for images.
+
+The ways take turns. CPU: CPU time of one thread, the fastest step of each. GPU: synchronised wall time, medians.
 """
 
 from __future__ import annotations
@@ -20,32 +23,25 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import copy
-import statistics
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import nets
 import record
 import torch
 from torch import nn
-from training import clock
+from training import freeze_, last_share, plain_step, seconds_of, sgd, typical
 
-from pliant import Session, recipes
-from pliant.apps import models
-from pliant.engine.prefix.feature_cache import Features
-from pliant.graph.backward import trainable
-from pliant.runtime.batchnorm import BatchNormModes
-from pliant.runtime.trainable import apply_
+from pliant import Session, models, recipes
 
 NETWORKS = ("mobilenet_v2", "efficientnet_lite0", "resnet50", "vit_tiny", "text_encoder")
 BATCHES = (4, 8, 32, 64)
 CHOICES = ("last quarter", "last half", "one layer in five of the last half")
 ON_CPU = ("prefix", "lean", "lean+prefix", "prefix, cache", "auto")
 ON_CUDA = ("prefix", "lean", "graphs", "prefix+graphs", "lean+graphs", "prefix+graphs, cache", "auto")
-WARM = 16  # steps, so that "auto" has made up its mind
+WARM = 16  # steps: afterwards everything is recorded or captured
 
 
 def build(name: str, pixels: int) -> nn.Module:
@@ -60,39 +56,26 @@ def loss_on(device: str) -> Any:
     return loss if device == "cuda" else nets.loss
 
 
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+def plain_loop(model: nn.Module, batch: Any, loss: Any, chosen: list[str]) -> Callable[[], Any]:
+    freeze_(model, chosen)
+    return partial(plain_step, model, sgd(model), loss, batch)
 
 
-def plain_loop(model: nn.Module, batch: Any, loss: Any, chosen: set[str]) -> Callable[[], None]:
-    optimizer, params = sgd(model), trainable(model)
-    apply_(params, optimizer, chosen)
-    BatchNormModes(model, "chosen").hold_(params, chosen)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
-
-    return step
-
-
-def session(model: nn.Module, batch: Any, loss: Any, chosen: set[str], way: str, device: str) -> tuple[Session, Any]:
+def session(model: nn.Module, batch: Any, loss: Any, chosen: list[str], way: str) -> tuple[Session, Callable[[], Any]]:
     engine, _, cache = way.partition(", ")
-    full = len(chosen) == len(trainable(model))
-    policy = recipes.full() if full else recipes.only(*sorted(chosen))
-    features = Features("8GB", device=device) if cache else None
-    mine = Session(model, sgd(model), loss, policy, engine=engine, cache=features)
+    full = len(chosen) == len(list(model.parameters()))
+    policy = recipes.full() if full else recipes.only(*chosen)
+    mine = Session(model, sgd(model), loss, policy, engine=engine, cache="8GB" if cache else None)
     ids = list(range(len(batch[1]))) if cache else None
     return mine, lambda: mine.step(batch, ids)
 
 
-def chosen_of(choice: str, params: dict[str, nn.Parameter]) -> set[str]:
-    names = list(params)
+def chosen_of(choice: str, model: nn.Module) -> list[str]:
     if choice == "last quarter":
-        return set(names[int(len(names) * 0.75) :])
-    half = names[int(len(names) * 0.5) :]
-    return set(half if choice == "last half" else [name for name in half if params[name].dim() > 1][::-5])
+        return last_share(model, 0.25)
+    half = last_share(model, 0.5)
+    params = dict(model.named_parameters())
+    return half if choice == "last half" else [name for name in half if params[name].dim() > 1][::-5]
 
 
 def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str, Any]:
@@ -103,31 +86,25 @@ def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str
     if device == "cuda" and batch[0].dim() == 4:
         model = model.to(memory_format=torch.channels_last)
         batch = batch[0].to(memory_format=torch.channels_last), batch[1]
-    loss, names = loss_on(device), list(trainable(model))
-    chosen = chosen_of(choice, trainable(model))
+    loss, everything, chosen = loss_on(device), last_share(model, 1.0), chosen_of(choice, model)
     steps: dict[str, Callable[[], Any]] = {
-        "full, eager": plain_loop(copy.deepcopy(model), batch, loss, set(names)),
+        "full, eager": plain_loop(copy.deepcopy(model), batch, loss, everything),
         "plain freezing": plain_loop(copy.deepcopy(model), batch, loss, chosen),
     }
     sessions = {}
     if device == "cuda":
-        sessions["full, graphs"], steps["full, graphs"] = session(
-            copy.deepcopy(model), batch, loss, set(names), "graphs", device
-        )
+        sessions["full, graphs"], steps["full, graphs"] = session(copy.deepcopy(model), batch, loss, everything, "graphs")
     for way in setting["ways"]:
-        sessions[way], steps[way] = session(copy.deepcopy(model), batch, loss, chosen, way, device)
+        sessions[way], steps[way] = session(copy.deepcopy(model), batch, loss, chosen, way)
     taken: dict[str, list[float]] = {way: [] for way in steps}
     for way, step in steps.items():
         for _ in range(WARM if way in sessions else 3):
             step()
     for _ in range(setting["repeats"]):
         for way, step in steps.items():
-            for _ in range(setting["in_a_row"]):
-                start = clock(device)
-                step()
-                seconds = clock(device) - start
-            taken[way].append(seconds)  # the last of a few: what ran before is out of the caches
-    seconds = {way: (statistics.median if device == "cuda" else min)(several) for way, several in taken.items()}
+            row = [seconds_of(step, device) for _ in range(setting["in_a_row"])]
+            taken[way].append(row[-1])  # by then the processor's caches hold this way's data
+    seconds = {way: typical(several, device) for way, several in taken.items()}
     ran = {way: mine.engine for way, mine in sessions.items()}
     notes = {way: dict(mine.why_not) for way, mine in sessions.items()}
     for mine in sessions.values():
@@ -136,9 +113,9 @@ def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: milliseconds, and in brackets the share of plain freezing."""
+    """Markdown: milliseconds, and in brackets the ratio to plain freezing."""
     ways = list(dict.fromkeys(way for c in cells for way in c["seconds"]))
-    lines = [f"| network | batch | chosen | {' | '.join(ways)} | auto took |", "|" + "---|" * (len(ways) + 4)]
+    lines = [f"| network | batch | trained | {' | '.join(ways)} | auto took |", "|" + "---|" * (len(ways) + 4)]
     for c in cells:
         plain = c["seconds"]["plain freezing"]
         row = [
@@ -149,21 +126,18 @@ def table(cells: list[dict[str, Any]]) -> str:
         {f"{c['network']}, {way}: {why}" for c in cells for way, whys in c["why_not"].items() for why in whys.values()}
     )
     if reasons:
-        lines += ["", "Not done:", "", *(f"- {reason}" for reason in reasons)]
+        lines += ["", "What an engine did not do, and why:", "", *(f"- {reason}" for reason in reasons)]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--device", default="cpu")
+    parser = record.options(__doc__)
     parser.add_argument("--pixels", type=int, default=None, help="per side (128, or 224 on a GPU)")
     parser.add_argument("--batches", type=int, nargs="+", default=None)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=None, help="just these")
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
     parser.add_argument("--ways", nargs="+", default=None, help="engines to try, like 'prefix, cache' or 'lean+graphs'")
     parser.add_argument("--repeats", type=int, default=None)
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
     cuda = args.device == "cuda"
@@ -177,7 +151,7 @@ def main() -> None:
         "in_a_row": 3,
         "ways": args.ways or list(ON_CUDA if cuda else ON_CPU),
     }
-    out = args.out or record.place("step_quick" if args.quick else "step", args.device)
+    out = record.out(args, "step")
     done = record.load(out, setting)
     known = {(c["network"], c["batch"], c["chosen"]) for c in done}
     for name in args.networks or NETWORKS:

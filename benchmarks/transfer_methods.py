@@ -1,19 +1,24 @@
-"""The methods that `transfer.py` compares, by name: a recipe, its share, and words that are changed.
+"""The methods that `transfer.py` compares, by name: a recipe, its share, and options that change one thing in it.
 
-    full                       a loop as anyone writes it: float32, SGD
+    full                       a plain PyTorch loop: float32, SGD
     full, tuned                the same with bfloat16, channels-last and the fused optimizer; on CUDA
-    full, captured             `recipes.full` as a CUDA graph: what graphs give without a choice
+    full, captured             `recipes.full` as a CUDA graph: what graphs gain without a selection
     head, norm+bias, lora      fixed parts; lora: rank 8 beside every 1×1 convolution or linear layer
-    last 0.5, random 0.5       a share of the time of a plain full step; so are elastic_trainer, elastic_layers and pliant
+    last 0.5, random 0.5       a share of the time of a plain full step; also elastic_trainer, elastic_layers and pliant
     green_trainer 0.5          a share of its MACs
-    freeze_out, lisa, badam    where `pliant.planning.recipes` has them
+    freeze_out, lisa, badam    with their defaults
 
-Words after a comma change one thing, for ablations: `pliant 0.5, units tensors`, `…, signal fisher`, `…, cost counted`,
-`…, solver greedy`, `…, every 100`, `…, state drop`, `…, engine plain`,
-`…, norm frozen`, `…, memory 200MB`, `…, epochs 6`, `…, power 1`, `…, alike 0.5` (`solve.coverage`),
-`…, solver dense` (values that add up). `…, ramp 0.8-0.2` lets the share fall from the first step to the last;
-`…, wide 0.4` trains everything for the first 0.4 of the run, and chooses then.
-`…, cache 4` gives each image four fixed views, and keeps what is computed before the choice.
+Options after a comma change one thing, for ablations:
+
+    units tensors      other units                       memory 200MB     a memory limit beside the time
+    signal fisher      another signal                    every 100        re-select every so many steps
+    cost counted       prices in MACs instead of seconds state drop       drop optimizer state of frozen layers
+    solver greedy      another solver; `dense`: values   power 1          exponent of values (`solve.tempered`)
+                       that add up, for any batch norms  alike 0.5        similarity of neighbours (`solve.spread`)
+    engine plain       another engine                    norm frozen      another rule for batch norms
+    epochs 6           a shorter run                     cache 4          four fixed views per image, and a feature cache
+    ramp 0.8-0.2       the share falls from the first    wide 0.4         everything for the first 0.4 of the run, then the
+                       step to the last                                   selection
 """
 
 from __future__ import annotations
@@ -29,15 +34,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pliant import Budget, Policy, Progress, measure, recipes, schedule, score, solve, units
-from pliant.apps.tasks import amount
 
 FULL, TUNED, CAPTURED = "full", "full, tuned", "full, captured"
-FIXED = ("norm+bias", "lora")  # made here; all others are recipes
-LATER = ("freeze_out", "lisa", "badam")
+FIXED = ("norm+bias", "lora")  # defined here; all others are recipes
 MAIN = (
     *(FULL, TUNED, CAPTURED, "head", "norm+bias", "lora", "last 0.5", "random 0.5"),
     *("elastic_trainer 0.35", "elastic_trainer 0.5", "elastic_trainer 0.7", "elastic_layers 0.5", "green_trainer 0.5"),
-    *("pliant 0.35", "pliant 0.5", *LATER),
+    *("pliant 0.35", "pliant 0.5", "freeze_out", "lisa", "badam"),
 )
 QUICK = (FULL, "head", "last 0.5", "elastic_trainer 0.5", "pliant 0.5")
 RANK = 8
@@ -46,23 +49,23 @@ CACHE_BYTES = "8GB"
 Change = Callable[[Policy, str], Policy]
 CHANGES: dict[str, Change] = {
     "units": lambda policy, word: replace(policy, units=getattr(units, word)()),
-    "signal": lambda policy, word: replace(policy, signal=_signal(word)),
+    "signal": lambda policy, word: replace(policy, signal=getattr(score, word)()),
     "cost": lambda policy, word: _priced(policy, word),
     "solver": lambda policy, word: replace(policy, solver=_solver(word)),
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
-    "power": lambda policy, word: replace(policy, solver=solve.coverage(power=float(word))),
-    "alike": lambda policy, word: replace(policy, solver=solve.coverage(float(word))),
+    "power": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(_choose(), float(word)))),
+    "alike": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(solve.spread(float(word))))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
     "wide": lambda policy, word: _wide(policy, float(word)),
 }
-AROUND = ("engine", "norm", "cache", "epochs")  # words that are not the policy's
+AROUND = ("engine", "norm", "cache", "epochs")  # options of the run, not of the policy
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a name says."""
+    """A method, parsed from its name."""
 
     name: str
     recipe: str
@@ -71,7 +74,7 @@ class Method:
 
     @property
     def is_plain(self) -> bool:
-        """A loop without a session: which other words need."""
+        """Whether it is a plain loop: other options need a session."""
         return self.recipe == "full" and self.words.keys() <= {"tuned", "epochs"}
 
     @property
@@ -91,7 +94,7 @@ class Method:
 
 
 def parse(name: str) -> Method:
-    """A method by its name; one that nobody knows is an error.
+    """A method by its name; an unknown one is an error.
 
     >>> parse("pliant 0.5, engine plain")
     Method(name='pliant 0.5, engine plain', recipe='pliant', share='0.5', words={'engine': 'plain'})
@@ -102,22 +105,19 @@ def parse(name: str) -> Method:
     modes = ("tuned", "captured") if recipe == "full" else ()
     odd = [word for word, value in words.items() if word not in modes and (word not in (*CHANGES, *AROUND) or not value)]
     if odd:
-        raise SystemExit(
-            f"method {name!r}: {odd[0]!r} is no word that can be changed. There are {', '.join((*CHANGES, *AROUND))}."
-        )
+        raise SystemExit(f"method {name!r}: {odd[0]!r} is not an option. The options are {', '.join((*CHANGES, *AROUND))}.")
     if recipe not in FIXED and not hasattr(recipes, recipe):
-        raise SystemExit(f"no method {name!r}: pliant.planning.recipes has no {recipe!r}.")
+        raise SystemExit(f"no method {name!r}: pliant.recipes has no {recipe!r}.")
     return Method(name, recipe, share or None, words)
 
 
 def available(device: str, names: Sequence[str] = MAIN) -> list[str]:
-    """Of these, the methods that can run: recipes that are there; what is tuned for CUDA, there alone."""
-    there = [name for name in names if name not in LATER or hasattr(recipes, name)]
-    return there if device == "cuda" else [name for name in there if name not in (TUNED, CAPTURED)]
+    """The methods that can run on this device: some need CUDA."""
+    return [name for name in names if device == "cuda" or name not in (TUNED, CAPTURED)]
 
 
 def policy(method: Method, model: nn.Module, seed: int) -> Policy:
-    """The recipe with its share, its seed and its changed words."""
+    """The recipe with its share, its seed and its options."""
     if method.recipe == "lora":
         out = recipes.only("*parametrizations.weight.0.*", "classifier.*")
     elif method.recipe == "norm+bias":
@@ -138,40 +138,49 @@ def policy(method: Method, model: nn.Module, seed: int) -> Policy:
     return out
 
 
+def amount(given: str) -> float | str:
+    """A budget: a share if it is a bare number, else an amount with its unit.
+
+    >>> amount("0.4"), amount("3ms")
+    (0.4, '3ms')
+    """
+    try:
+        return float(given)
+    except ValueError:
+        return given
+
+
 def _ramp(word: str) -> Callable[[Progress], float]:
     start, end = map(float, word.split("-"))
     return schedule.ramp(start, end)
 
 
 def _wide(policy: Policy, until: float) -> Policy:
-    """Everything for that share of the run, and then what the budget allows, chosen once."""
+    """Everything for this share of the run, and then what the budget allows, selected once."""
     limit = policy.budget.time
     if callable(limit):
-        raise SystemExit("'wide' and 'ramp' both say what the budget is when: give one of them.")
+        raise SystemExit("'wide' and 'ramp' both change the budget over time: give one of them.")
     once = schedule.Schedule(f"at {until} of the run", lambda now, last, drift: last.fraction < until <= now.fraction)
     return replace(policy, when=once, budget=replace(policy.budget, time=lambda now: 1.0 if now.fraction < until else limit))
 
 
-def _signal(word: str) -> score.Signal:
-    made = getattr(score, word, None)
-    if made is None:
-        raise SystemExit(f"no signal {word!r}: there are those of pliant.score.")
-    return made()
-
-
 def _solver(word: str) -> solve.Solver:
-    return solve.coverage(0.0) if word == "dense" else getattr(solve, word)()
+    return solve.filled(solve.tempered(solve.milp(gap=1e-4))) if word == "dense" else getattr(solve, word)()
+
+
+def _choose() -> solve.Solver:
+    return solve.where_norms_rest(solve.spread(), otherwise=solve.milp(gap=1e-4))
 
 
 def _priced(policy: Policy, word: str) -> Policy:
-    """Another cost; shares of a step's time become shares of its MACs where no seconds are measured."""
+    """Another cost. Without measured seconds, a share of a step's time becomes a share of its MACs."""
     budget = policy.budget if word == "timed" else Budget(macs=policy.budget.time, memory=policy.budget.memory)
     return replace(policy, cost=getattr(measure, word), budget=budget)
 
 
 def norms_and_biases(model: nn.Module) -> list[str]:
     """Scale and shift of every norm, every other bias, and the head."""
-    norm = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
+    norm = (nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm)
     inside = {f"{name}." for name, module in model.named_modules() if isinstance(module, norm)}
     return [
         name
@@ -181,7 +190,7 @@ def norms_and_biases(model: nn.Module) -> list[str]:
 
 
 def with_low_rank(model: nn.Module, seed: int, rank: int = RANK) -> nn.Module:
-    """The model with a low-rank term beside every 1×1 convolution and linear layer but the head. It computes what it did."""
+    """Add a low-rank term to every 1×1 convolution and linear layer but the head; at first it changes no output."""
     torch.manual_seed(seed)
     for name, module in list(model.named_modules()):
         narrow = isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1) and module.groups == 1

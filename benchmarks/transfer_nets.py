@@ -1,4 +1,4 @@
-"""Two networks for other things than images: a sentence encoder and a keyword spotter, with the names of their weight files."""
+"""Two networks that are not for images, with the parameter names of their weight files: for sentences and for keywords."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SelfAttention(nn.Module):
 
 
 class Joined(nn.Module):
-    """A linear layer whose result is added to the stream, which is then normed."""
+    """A linear layer on the residual stream, with a layer norm after the sum."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Dense(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """Attention, then a two-layer perceptron, each with its norm after it."""
+    """Attention, then a two-layer perceptron, each followed by a layer norm."""
 
     def __init__(self, width: int, wide: int, heads: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Embeddings(nn.Module):
 
 
 class MiniLM(nn.Module):
-    """all-MiniLM-L6-v2: six layers of BERT, and the mean over the words of a sentence. Token 0 is padding.
+    """all-MiniLM-L6-v2: six layers of BERT, and the mean over the tokens of a sentence. Token 0 is padding.
 
     Wang et al., "MiniLM", 2020, arXiv 2002.10957; Reimers and Gurevych, "Sentence-BERT", 2019.
     """
@@ -78,7 +78,7 @@ class MiniLM(nn.Module):
         self.classifier = nn.Linear(width, classes)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Sentences as ids of their words → one vector of features each."""
+        """Token ids → one feature vector per sentence."""
         words = ids != 0
         x = self.embeddings(ids)
         for layer in self.encoder.layer:
@@ -91,8 +91,10 @@ class MiniLM(nn.Module):
 
 
 class KeywordSpotter(nn.Module):
-    """DS-CNN as in MLPerf Tiny, its norms folded: 49 × 10 coefficients of a second of sound (Zhang et al., 2017, arXiv
-    1711.07128). Pads like TensorFlow."""
+    """DS-CNN as in MLPerf Tiny, with folded norms: 49 × 10 coefficients of a second of sound. Pads like TensorFlow.
+
+    Zhang et al., 2017, arXiv 1711.07128.
+    """
 
     def __init__(self, classes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tables of `transfer.py`: which learning rate is best, and what came of it."""
+"""The tables of `transfer.py`: the best learning rate of each method, and its results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from transfer_methods import CAPTURED, FULL, TUNED
 
 Cells = list[dict[str, Any]]
-NEAR = 0.05  # of validation accuracy, about two standard errors of a small split: rates that near may be as good
+NEAR = 0.05  # of validation accuracy, about two standard errors of a small split: rates this near may be as good
 FAILED = -1.0  # as an accuracy
-LOSS = 0.003  # of accuracy, against full training: what reaches that is as good
-COLUMNS = ("method", "lr", "test accuracy", "steps", "run alone", "of full", "of tuned", "of captured")
-TO = f"to full's − {100 * LOSS:g}"
-COLUMNS += (TO, "peak MB", "later MB", "joules", "ran on")
-BYTES = {"peak MB": "peak_bytes", "later MB": "later_peak_bytes"}
+LOSS = 0.003  # of accuracy: a method that comes this near to full training is as good
+COLUMNS = ("method", "learning rate", "test accuracy", "steps", "run alone", "/ full", "/ tuned", "/ captured")
+TO = f"time to full's accuracy − {100 * LOSS:g}"
+COLUMNS += (TO, "peak MB", "later peak MB", "joules", "engine")
+BYTES = {"peak MB": "peak_bytes", "later peak MB": "later_peak_bytes"}
 
 
 def best(cells: Cells, task: str, method: str) -> float | None:
-    """Of the contenders, the rate with the best mean validation accuracy over the seeds that all of them have had."""
+    """The contender with the best mean validation accuracy over the seeds that all contenders have completed."""
     found = {lr: _judged_by_seed(cells, task, method, lr) for lr in contenders(cells, task, method)}
     seeds = set.intersection(*map(set, found.values())) if found else set()
     means = {lr: statistics.mean(by_seed[seed] for seed in seeds) for lr, by_seed in found.items()}
@@ -27,9 +27,9 @@ def best(cells: Cells, task: str, method: str) -> float | None:
 
 
 def contenders(cells: Cells, task: str, method: str, rates: Sequence[float] = ()) -> list[float]:
-    """The rates that may be a method's best: those that come near to the best on seed 0.
+    """The rates that may be a method's best: those near the best one with seed 0.
 
-    Empty while not all of `rates` were tried, or where not one run went through.
+    Empty while not all of `rates` were tried, or if every run failed.
     """
     tried = dict.fromkeys(c["lr"] for c in cells if (c["task"], c["method"], c["seed"]) == (task, method, 0))
     first = {lr: _judged_by_seed(cells, task, method, lr)[0] for lr in tried}
@@ -38,14 +38,14 @@ def contenders(cells: Cells, task: str, method: str, rates: Sequence[float] = ()
 
 
 def _judged_by_seed(cells: Cells, task: str, method: str, lr: float) -> dict[int, float]:
-    """Validation accuracies; of a seed that ran again, the first run that went through."""
+    """Validation accuracies; for a repeated seed, the first run that succeeded."""
     mine = [c for c in cells if (c["task"], c["method"], c["lr"]) == (task, method, lr)]
     out = {c["seed"]: c["validation"] for c in reversed(mine) if "failed" not in c}
     return {c["seed"]: FAILED for c in mine} | out
 
 
 def table(cells: Cells, device: str) -> str:
-    """Markdown, a table for each task: test accuracies over seeds, and times of runs that had the machine to themselves."""
+    """Markdown, a table for each task: test accuracies over seeds, and times of runs that were alone on the machine."""
     lines: list[str] = []
     for task in dict.fromkeys(c["task"] for c in cells):
         mine = [c for c in cells if c["task"] == task]
@@ -62,16 +62,16 @@ def table(cells: Cells, device: str) -> str:
 
 def _row(method: str, whole: dict[str, Cells], tried: set[float]) -> dict[str, str]:
     runs = whole[method]
-    by_seed = {c["seed"]: c for c in reversed(runs)}  # a run that was repeated alone counts once
+    by_seed = {c["seed"]: c for c in reversed(runs)}  # a repeated run counts once
     test = [100 * c["test"] for c in by_seed.values()]
     lr = runs[0]["lr"]
     edge = {min(tried): " (smallest)", max(tried): " (largest)"}.get(lr, "") if len(tried) > 1 else ""
     out = {
         "method": method,
-        "lr": f"{lr:g}{edge}",
+        "learning rate": f"{lr:g}{edge}",
         "test accuracy": f"{statistics.mean(test):.1f} ({min(test):.1f}–{max(test):.1f}, {len(test)})",
         "steps": str(runs[0]["steps"]),
-        "ran on": ", ".join(dict.fromkeys(c["ran"] for c in runs if "ran" in c)),
+        "engine": ", ".join(dict.fromkeys(c["ran"] for c in runs if "ran" in c)),
     }
     for name, kind in BYTES.items():
         if any(kind in c for c in runs):
@@ -80,7 +80,7 @@ def _row(method: str, whole: dict[str, Cells], tried: set[float]) -> dict[str, s
     if took is None:
         return out
     out["run alone"] = f"{took:.1f} s"
-    for name, other in (("of full", FULL), ("of tuned", TUNED), ("of captured", CAPTURED)):
+    for name, other in (("/ full", FULL), ("/ tuned", TUNED), ("/ captured", CAPTURED)):
         reference = _seconds(whole, other)
         out[name] = f"{took / reference:.2f}" if reference else ""
     if goal is not None:
@@ -107,13 +107,13 @@ def _judged(run: dict[str, Any]) -> list[float]:
 
 
 def _seconds(whole: dict[str, Cells], method: str) -> float | None:
-    """The mean time of runs that were alone."""
+    """The mean time of runs that were alone on the machine."""
     some = [c["seconds"] for c in _alone(whole.get(method, []))]
     return statistics.mean(some) if some else None
 
 
 def _goal(whole: dict[str, Cells]) -> float | None:
-    """What full training ends with on the validation split, mean over seeds, less what counts for nothing."""
+    """The final validation accuracy of full training, mean over seeds, less `LOSS`."""
     last = {c["seed"]: _judged(c)[-1] for c in whole.get(FULL, [])}
     return statistics.mean(last.values()) - LOSS if last else None
 
@@ -123,13 +123,13 @@ def _notes(mine: Cells, whole: dict[str, Cells], device: str) -> list[str]:
     goal = _goal(whole)
     if goal is not None:
         out.append(
-            f"`{TO}`: seconds until the mean validation accuracy over seeds is {goal:.1%}, and of the whole run of `{FULL}`; "
-            f"`no`: the best that was reached."
+            f"`{TO}`: seconds until the mean validation accuracy over seeds is {goal:.1%}, and in brackets over the whole run "
+            f"of `{FULL}`; `no`: the best that was reached."
         )
     if device == "cuda":
         later = any("later_peak_bytes" in c for c in mine)
-        held = "`later MB`: after profiling, with it" if later else "that is in no column"
-        out.append(f"`peak MB`: all that was allocated at most; captured steps hold what they need beside that: {held}.")
+        held = "`later peak MB`: after profiling, with it" if later else "that is in no column"
+        out.append(f"`peak MB`: the allocator's peak, without memory that captured steps reserve; {held}.")
     seconds = "CPU time of one thread" if device == "cpu" else "synchronised wall time"
     out.append(f"Accuracies: mean (range, seeds). Time: {seconds}.")
     for what in ("start", "order"):
@@ -141,6 +141,6 @@ def _notes(mine: Cells, whole: dict[str, Cells], device: str) -> list[str]:
         if odd:
             out.append(f"NOT COMPARABLE: runs of seed {odd[0]} had more than one {what}.")
     out += list(dict.fromkeys(f"- {c['method']}, lr {c['lr']:g}: {c['failed']}" for c in mine if "failed" in c))
-    told = [line for line in out if not line.startswith("- ")]
-    failed = out[len(told) :]
-    return ["\n\n".join(told), *([""] if failed else []), *failed]
+    notes = [line for line in out if not line.startswith("- ")]
+    failed = out[len(notes) :]
+    return ["\n\n".join(notes), *([""] if failed else []), *failed]

@@ -1,8 +1,8 @@
-"""What `transfer.py` trains: pretrained networks with a new head, and the sets that they are carried over to.
+"""What `transfer.py` trains: pretrained networks with a new head, and the datasets that they are fine-tuned on.
 
-A set is decoded once per process and lies on the device as it was stored: images as bytes. A batch is picked, shifted, mirrored
-(where that leaves an image what it is), enlarged and normalised there. Which samples a batch holds, and how they are changed,
-hangs on the seed and the epoch alone, so every method sees the same.
+A dataset is decoded once per process and kept on the device as it was stored: images as bytes. There a batch is picked,
+shifted, mirrored (where the mirror image is of the same class), enlarged and normalised. Which samples a batch holds and how
+they are changed depends only on the seed and the epoch, so every method sees the same batches.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ import packed
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from training import AT_A_TIME
 from transfer_nets import KeywordSpotter, MiniLM
 
-from pliant.apps import data, models
-from pliant.apps.data import images
-from pliant.apps.models.efficientnet_lite import renamed
+from pliant import data, images, models
 
-FOLDER = [Path()]  # where data and weights lie: `--data`
+FOLDER = [Path()]  # the folder with data and weights: `--data`
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation, as torchvision's weights expect it
-SHIFT = 0.1  # of an image's side, at most, each way
-CHANGES = 3  # random numbers that a change of an image takes: down, right, mirrored
-AT_A_TIME = 256  # samples, while evaluating
+SHIFT = 0.1  # of an image's side, at most, in each direction
+CHANGES = 3  # random numbers for one change of an image: down, right, mirrored
 
 Weights = dict[str, Tensor]
 
@@ -43,10 +41,11 @@ def _mobilenet_v2(path: Path, classes: int) -> nn.Module:
 
 
 def _efficientnet_lite0(path: Path, classes: int) -> nn.Module:
-    model = _filled(models.EfficientNetLite0(classes), renamed(models.read_weights(path)[0]))
+    """Its weights come with a package, not from the folder."""
+    model = models.efficientnet_lite0(classes, pretrained=True)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.1  # the 0.01 of ImageNet training would need hundreds of steps to follow
+            module.momentum = 0.1  # the 0.01 of ImageNet training would need hundreds of steps to adapt
     return model
 
 
@@ -57,32 +56,32 @@ def _minilm(path: Path, classes: int) -> nn.Module:
 
 
 def _filled(model: nn.Module, weights: Weights) -> nn.Module:
-    """The model with these weights everywhere but in its head, which may be of another size; anything else is an error."""
+    """The model with these weights everywhere but in its head; any other difference in names is an error."""
     body = {name: value.float() for name, value in weights.items() if not name.startswith("classifier.")}
     result = model.load_state_dict(body, strict=False)
     own = ("classifier.", "num_batches_tracked")
     odd = result.unexpected_keys + [name for name in result.missing_keys if not any(part in name for part in own)]
     if odd:
-        raise SystemExit(f"these weights are not of {type(model).__name__}: {odd[0]} is in one of the two alone.")
+        raise SystemExit(f"these weights are not of {type(model).__name__}: only one of the two has {odd[0]}.")
     return model
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network, its weights, and what it takes; the head is called `classifier` in all of them."""
+    """A network, its weight file and its inputs; the head is called `classifier` in all of them."""
 
-    weights: str
+    weights: str  # a file of the folder; empty: from a package
     build: Callable[[Path, int], nn.Module]
     kind: str  # of its input: images, text or sound
     norm: images.Norm = (0.0, 1.0)
-    pixels: int = 0  # of a side, where nobody says otherwise; and on a CPU
-    pixels_cpu: int = 0
+    pixels: int = 0  # default side of an image on a GPU
+    pixels_cpu: int = 0  # and on a CPU
     optimizer: str = "sgd"
 
 
 BACKBONES = {
     "mobilenet_v2": Backbone("mobilenetv2_fp16", _mobilenet_v2, "images", IMAGENET, 224, 64),
-    "efficientnet_lite0": Backbone("efficientnet_lite0_fp16", _efficientnet_lite0, "images", models.NORM, 224, 64),
+    "efficientnet_lite0": Backbone("", _efficientnet_lite0, "images", models.NORM, 224, 64),
     "mcunet": Backbone(
         "mcunet_5fps_int8", lambda path, classes: models.load(str(path), classes), "images", models.FOLDED_NORM, 128, 64
     ),
@@ -93,42 +92,43 @@ BACKBONES = {
 }
 
 
-def start(backbone: str, classes: int, seed: int, pretrained: bool = True) -> nn.Module:
-    """The network on the CPU, in training mode: pretrained, with a head that is drawn by the seed."""
-    known = BACKBONES[backbone]
+def weights_of(backbone: str) -> Path:
+    """The weight file of a network, which must exist."""
+    name = BACKBONES[backbone].weights
+    return packed.need(FOLDER[0] / "weights" / f"{name}.safetensors") if name else FOLDER[0]
+
+
+def start(backbone: str, classes: int, seed: int) -> nn.Module:
+    """The network on the CPU, in training mode: pretrained, with a random head that depends only on the seed."""
+    model = BACKBONES[backbone].build(weights_of(backbone), classes)
     torch.manual_seed(seed)
-    model = known.build(packed.need(FOLDER[0] / "weights" / f"{known.weights}.safetensors"), classes)
-    if not pretrained:  # to tell what the weights are worth
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    torch.manual_seed(seed)  # whatever was drawn before
     nn.init.normal_(model.classifier.weight, std=0.01)
     nn.init.zeros_(model.classifier.bias)
     return model.train()
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A number that tells other weights apart."""
+    """A checksum of all weights and buffers."""
     out = 0
     for value in model.state_dict().values():
         out = zlib.crc32(value.detach().cpu().contiguous().numpy().tobytes(), out)
     return out
 
 
-# ---------------------------------------------------------------- sets
+# ---------------------------------------------------------------- datasets
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of samples. Its validation split, where it has none, is cut from what is to train on.
+    """A file of samples. If it has no validation split, one is cut from its training split.
 
-    Several images of a traffic sign are of one drive past it: those to choose by are more like those to train on than new ones.
+    Several images of a traffic sign come from one drive past it, so validation images resemble training images more than new
+    ones would.
     """
 
     file: str
     kind: str
-    pixels: int = 0  # of a side, as stored
+    pixels: int = 0  # side of an image, as stored
     flip: bool = False  # whether the mirror image is of the same class
 
 
@@ -145,7 +145,7 @@ TASKS = tuple(f"{b}/{s}" for b, net in BACKBONES.items() for s, source in SETS.i
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Three splits on their device, as stored, and how a network is shown samples of them."""
+    """Three splits on their device, as stored, and how a network sees their samples."""
 
     train: data.Split
     validation: data.Split
@@ -153,14 +153,14 @@ class Task:
     classes: int
     mean: Tensor
     std: Tensor
-    pixels: int  # that images are enlarged to; 0: no images
+    pixels: int  # side that images are enlarged to; 0: no images
     flip: bool
 
     def batches(self, size: int, seed: int, epoch: int, views: int = 0) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-        """The batches of one epoch, all of them full, and the number of each sample.
+        """The full batches of one epoch, and the id of each sample.
 
-        Images are changed anew each time, or with `views` in one of so many ways that each of them has; every way of every
-        image has a number of its own then.
+        Images are changed differently every time. With `views`, each image has only this many changed versions, each with its
+        own id.
         """
         many, device = len(self.train), self.train.labels.device
         generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
@@ -177,7 +177,7 @@ class Task:
             yield (shown, self.train.labels[here[some]]), ids[some]
 
     def shown(self, stored: Tensor, index: Tensor, changes: Tensor | None = None) -> Tensor:
-        """Samples as a network takes them; images lie channels last where they were changed."""
+        """Samples as a network sees them; changed images are channels-last."""
         if not self.pixels:
             return stored[index]
         some = stored[index] if changes is None else self._changed(stored, index, changes)
@@ -187,8 +187,7 @@ class Task:
         return some.sub_(self.mean).div_(self.std)
 
     def _changed(self, stored: Tensor, index: Tensor, changes: Tensor) -> Tensor:
-        """Moved by up to `SHIFT` of the side, what is uncovered shows its mirror image, and mirrored half of the time; all by
-        one gathering."""
+        """Shifted by up to `SHIFT` of the side with reflected borders, and half of them mirrored, in one indexing operation."""
         side = stored.shape[-1]
         most = round(SHIFT * side)
         moved = (changes[:, :2] * (2 * most + 1)).floor().long() - most
@@ -201,9 +200,9 @@ class Task:
 
 @lru_cache(maxsize=2)
 def load(task: str, device: str, pixels: int | None, classes: int | None, most: int | None, validation: float) -> Task:
-    """A task by its name: the first `classes` of its classes, and of each at most so many samples in each split.
+    """A task by its name: its first `classes` classes, with at most `most` samples of each class per split.
 
-    The validation split is that share of every class, by a lot that does not hang on the seed of a run.
+    The validation split is this share of every class, drawn with a seed that is the same for all runs.
     """
     backbone, name = task.split("/")
     net, source = BACKBONES[backbone], SETS[name]
@@ -213,12 +212,12 @@ def load(task: str, device: str, pixels: int | None, classes: int | None, most: 
     splits = found.splits(validation, seed=0)
     classes = min(classes or len(found.classes), len(found.classes))
     cut = (_some(split, classes, most, device) for split in splits)
-    norm = (torch.tensor(part, device=device).reshape(-1, 1, 1) for part in net.norm)  # from the host, each time would wait
+    norm = (torch.tensor(part, device=device).reshape(-1, 1, 1) for part in net.norm)  # copied once, not per batch
     return Task(*cut, classes, *norm, size, source.flip)
 
 
 def _arrays(path: Path) -> images.ImageSet:
-    """Sentences as ids of their words, filled up with 0; or sounds as they are. `ImageSet` cuts splits of anything."""
+    """Sentences as token ids, padded with 0; or sounds as they are. `ImageSet` splits any samples."""
     with np.load(path) as archive:
         held: dict[str, Any] = dict(archive)
     if "x" in held:
@@ -242,16 +241,7 @@ def _some(split: data.Split, classes: int, most: int | None, device: str) -> dat
     return data.Split(split.images[keep].to(device), split.labels[keep].to(device))
 
 
-def accuracy(model: nn.Module, task: Task, split: data.Split, forward: Callable[[nn.Module, Tensor], Tensor]) -> float:
-    """The share of a split that the model names rightly; every module's own mode is put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    hits = torch.zeros((), dtype=torch.long, device=split.labels.device)
-    try:
-        with torch.no_grad():
-            for some in torch.arange(len(split), device=split.labels.device).split(AT_A_TIME):
-                hits += (forward(model, task.shown(split.images, some)).argmax(1) == split.labels[some]).sum()
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    return int(hits) / len(split)
+def pieces(task: Task, split: data.Split) -> Iterator[tuple[Tensor, Tensor]]:
+    """A split in batches for an evaluation."""
+    for some in torch.arange(len(split), device=split.labels.device).split(AT_A_TIME):
+        yield task.shown(split.images, some), split.labels[some]

@@ -1,7 +1,9 @@
-"""How benchmarks pick learning rates, and which runs their tables hold."""
+"""Benchmarks: what they import, how they pick learning rates, and which runs their tables hold."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+
+import pliant
+from pliant.moved import ROOM_OF
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 
@@ -22,6 +27,50 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in set(sys.modules) - known:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(BENCHMARKS):
             del sys.modules[name]
+
+
+def is_public(module: str, name: str | None = None) -> bool:
+    """Whether users may import this module, or this name from it: what `pliant` and its public modules export."""
+    if name is None:
+        return module == "pliant" or module in ROOM_OF
+    if module == "pliant":
+        return name in pliant.__all__ or f"pliant.{name}" in ROOM_OF
+    if module not in ROOM_OF:
+        return False
+    there = importlib.import_module(module)
+    own = [key for key, value in vars(there).items() if getattr(value, "__module__", there.__name__) == there.__name__]
+    return name in getattr(there, "__all__", [key for key in own if not key.startswith("_")])
+
+
+def imports(source: str) -> Iterator[tuple[str, str | None]]:
+    """Every import from the library in some code: a module, or a module and a name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names if alias.name.split(".")[0] == "pliant")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pliant":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def test_the_check_of_imports_refuses_internals() -> None:
+    code = "import pliant.solve, pliant.engine; from pliant import Session, core; from pliant.measure import timed, _x, sandbox"
+    refused = [found for found in imports(code) if not is_public(*found)]
+    assert refused == [
+        ("pliant.engine", None),
+        ("pliant", "core"),
+        ("pliant.measure", "_x"),
+        ("pliant.measure", "sandbox"),
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(Path(BENCHMARKS).glob("*.py")), ids=lambda path: path.stem)
+def test_benchmarks_import_public_names_only(path: Path) -> None:
+    assert [found for found in imports(path.read_text()) if not is_public(*found)] == []
+
+
+@pytest.mark.usefixtures("benchmarks")
+@pytest.mark.parametrize("path", sorted(Path(BENCHMARKS).glob("*.py")), ids=lambda path: path.stem)
+def test_benchmarks_can_be_imported(path: Path) -> None:
+    assert importlib.import_module(path.stem).__doc__
 
 
 def runs(lr: float, *validation: float | None) -> list[dict[str, Any]]:
@@ -116,3 +165,60 @@ def test_everything_at_first_and_then_what_the_budget_allows() -> None:
     assert due == [False, False, False, True, False, False, False, False, False]
     with pytest.raises(SystemExit, match="both"):
         transfer_methods.policy(transfer_methods.parse("pliant 0.4, ramp 0.8-0.2, wide 0.4"), torch.nn.Linear(2, 2), 0)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_every_method_and_every_option_of_an_ablation_is_a_policy() -> None:
+    import transfer_methods
+
+    values = {"units": "tensors", "signal": "fisher", "cost": "counted", "solver": "greedy", "every": "10", "state": "drop"}
+    values |= {"memory": "2MB", "power": "1", "alike": "0.5", "ramp": "0.8-0.2", "wide": "0.4"}
+    assert values.keys() == transfer_methods.CHANGES.keys()
+    changed = [f"pliant 0.5, {word} {value}" for word, value in values.items()]
+    for name in (*transfer_methods.MAIN, *changed, "pliant 0.5, solver dense"):
+        method = transfer_methods.parse(name)
+        assert isinstance(transfer_methods.policy(method, torch.nn.Linear(2, 2), 0), pliant.Policy), name
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_freezing_by_hand_trains_the_chosen_alone() -> None:
+    import nets
+    from training import freeze_, plain_step, sgd
+
+    torch.manual_seed(0)
+    model, batch = nets.build("resnet18", 32), nets.batch("resnet18", 2, 32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    chosen = {"layers.3.1.conv2.weight", "layers.3.1.bn2.weight", "fc.bias"}
+    freeze_(model, chosen)
+    plain_step(model, sgd(model), nets.loss, batch)
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    statistics = {f"layers.3.1.bn2.{kind}" for kind in ("running_mean", "running_var", "num_batches_tracked")}
+    assert moved == chosen | statistics
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_the_meter_counts_what_lives_and_its_peak() -> None:
+    from meter import LiveBytes
+
+    given = torch.ones(100)
+    with LiveBytes("cpu") as meter:
+        kept = given * 2
+        other = (kept + 1).view(10, 10)
+        assert meter.bytes == 800
+        del other
+        given.add_(1)  # in place: nothing is created
+        assert (meter.bytes, meter.peak) == (400, 800)
+        meter.reset_peak()
+        assert meter.peak == 400
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_run_of_steps_in_turn_is_accepted_within_its_bounds() -> None:
+    import turns
+
+    def cell(step: float, corrections: int = 0) -> dict[str, Any]:
+        return {"network": "n", "recipe": "r", "asked": 0.5, "run": 0, "step": step, "mean": step, "corrections": corrections}
+
+    assert [bool(turns.missed(cell(step))) for step in (0.42, 0.43, 0.5, 0.535, 0.545)] == [True, False, False, False, True]
+    assert not turns.missed(cell(0.5, 2)) and turns.missed(cell(0.5, 3)) == ["3 corrections"]
+    assert "| 1 of 2 |" in turns.table([cell(0.5), cell(0.6)])

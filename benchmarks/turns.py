@@ -1,0 +1,145 @@
+"""Is a time budget kept? Steps of a session and plain full steps of a second copy, one after the other.
+
+    python benchmarks/turns.py            # seven runs of each row on one CPU thread, about half an hour; resumable
+    python benchmarks/turns.py --quick    # two runs of each recipe on MobileNetV2: about two minutes
+
+Each run builds a network and copies it. A `Session` trains one copy inside a share of the time of a full step. Plain PyTorch
+trains the other one completely: same layout, same batch, same optimizer. What is timed, by the CPU time of one thread:
+
+    for 60 turns:
+        start clock; session.step(batch); stop clock
+        start clock; optimizer.zero_grad(); loss(twin, batch).backward(); optimizer.step(); stop clock
+
+The step of a run is the lower quartile of the session's steps over the lower quartile of the full steps. Its mean step is the
+mean of all steps but the first, which profiles, over the mean full step; so it includes the time of corrections. A correction
+is a selection after the first one: no schedule asks for one within 60 steps. Every run must be between 15 % below and 8 % above
+the share that was asked for, with at most two corrections. The benchmark prints each run that is not, and exits with 1.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import copy
+import statistics
+import sys
+from functools import partial
+from typing import Any
+
+import nets
+import record
+import torch
+from training import plain_step, quartile, seconds_of, sgd
+
+from pliant import Session, recipes, schedule
+
+RECIPES = {
+    "elastic_trainer": partial(recipes.elastic_trainer, when=schedule.once()),
+    "elastic_layers": partial(recipes.elastic_layers, when=schedule.once()),
+    "pliant": recipes.pliant,
+}
+ASKED = {"mobilenet_v2": 0.5, "resnet18": 0.6}  # networks, and the share of a full step's time that is asked for
+LEAST, MOST = -0.15, 0.08  # of what was asked
+CORRECTIONS = 2  # at most
+
+
+def cell(network: str, recipe: str, asked: float, run: int, setting: dict[str, Any]) -> dict[str, Any]:
+    """One run: a session and a plain loop take one step each, in turn."""
+    torch.manual_seed(run)
+    model = nets.build(network, setting["pixels"])
+    batch = nets.batch(network, setting["batch"], setting["pixels"])
+    twin = copy.deepcopy(model)
+    optimizer = sgd(twin)
+    mine: list[float] = []
+    full: list[float] = []
+    policy = RECIPES[recipe](time=asked)
+    with Session(model, sgd(model), nets.loss, policy, total_steps=setting["steps"]) as session:
+        for _ in range(setting["steps"]):
+            mine.append(seconds_of(lambda: session.step(batch), "cpu"))
+            full.append(seconds_of(lambda: plain_step(twin, optimizer, nets.loss, batch), "cpu"))
+        rounds, engine = session.rounds, session.engine
+        profiled = session.profile.full.seconds
+    return {
+        "network": network,
+        "recipe": recipe,
+        "asked": asked,
+        "run": run,
+        "step": quartile(mine) / quartile(full),
+        "mean": statistics.mean(mine[1:]) / statistics.mean(full[1:]),
+        "corrections": len(rounds) - 1,
+        "full_seconds": quartile(full),
+        "full_seconds_profiled": profiled,
+        "engine": engine,
+        "rounds": [str(one) for one in rounds],
+        "steps": [round(1e3 * seconds, 3) for seconds in mine],
+        "full_steps": [round(1e3 * seconds, 3) for seconds in full],
+    }
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """Markdown: one line per network and recipe, runs side by side."""
+    lines = [
+        "| network | recipe | asked | step of each run | error of each run | mean step of each run | corrections | kept |",
+        "|" + "---|" * 8,
+    ]
+    for key in dict.fromkeys((c["network"], c["recipe"], c["asked"]) for c in cells):
+        runs = [c for c in cells if (c["network"], c["recipe"], c["asked"]) == key]
+        kept = sum(not missed(c) for c in runs)
+        columns = (
+            ", ".join(f"{c['step']:.2f}" for c in runs),
+            ", ".join(f"{_error(c):+.0%}" for c in runs),
+            ", ".join(f"{c['mean']:.2f}" for c in runs),
+            ", ".join(str(c["corrections"]) for c in runs),
+            f"{kept} of {len(runs)}",
+        )
+        lines.append(f"| {key[0]} | {key[1]} | {key[2]:g} | {' | '.join(columns)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _error(cell: dict[str, Any]) -> float:
+    return cell["step"] / cell["asked"] - 1
+
+
+def missed(cell: dict[str, Any]) -> list[str]:
+    """Why a run is not accepted."""
+    out = []
+    if not LEAST <= _error(cell) <= MOST:
+        out.append(f"asked {cell['asked']:g}, got {cell['step']:.3f} ({_error(cell):+.1%})")
+    if cell["corrections"] > CORRECTIONS:
+        out.append(f"{cell['corrections']} corrections")
+    return out
+
+
+def main() -> int:
+    parser = record.options(__doc__, device=False)
+    parser.add_argument("--runs", type=int, default=None, help="of each row (7)")
+    parser.add_argument("--networks", nargs="+", choices=list(ASKED), default=None)
+    parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.runs = args.runs or (2 if args.quick else 7)
+    args.networks = args.networks or (["mobilenet_v2"] if args.quick else list(ASKED))
+    setting = {"device": "cpu", "batch": 8, "pixels": 96, "steps": args.steps}
+    path = record.out(args, "turns")
+    done = record.load(path, setting)
+    for run in range(args.runs):  # the outer loop: a slow moment of the machine does not hit one row alone
+        for network in args.networks:
+            for recipe in args.recipes:
+                if any((c["network"], c["recipe"], c["run"]) == (network, recipe, run) for c in done):
+                    continue
+                done.append(cell(network, recipe, ASKED[network], run, setting))
+                record.save(path, setting, done, table(done))
+                said = f"step {done[-1]['step']:.3f}, {done[-1]['corrections']} corrections"
+                print(f"{network}, {recipe}, run {run}: {said}", flush=True)
+    print(f"\n{table(done)}")
+    wrong = [f"{c['network']}, {c['recipe']}, run {c['run']}: {why}" for c in done for why in missed(c)]
+    for line in wrong:
+        print("MISSED:", line)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
