@@ -288,7 +288,8 @@ def _folded(
 @torch.no_grad()
 def _line(places: tuple[Any, ...], *tensors: torch.Tensor, into: _Into = (None, None)) -> tuple[torch.Tensor, torch.Tensor]:
     """What a norm multiplies with, and what it adds."""
-    return _scale_and_shift(torch.float32, None, *_given(places, tensors), into=into[1])
+    norm = _given(places, tensors)
+    return _scale_and_shift(torch.promote_types(norm[1].dtype, torch.float32), None, *norm, into=into[1])
 
 
 def _given(places: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> list[Any]:
