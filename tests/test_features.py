@@ -7,8 +7,9 @@ from collections.abc import Hashable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from instances import laws
 
 from pliant.engine.prefix import feature_cache as module
 from pliant.engine.prefix.feature_cache import Features
@@ -27,7 +28,7 @@ def values(count: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
     return drawn > 0 if dtype == torch.bool else drawn.abs().to(dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@laws(60)
 @given(data=st.data())
 def test_what_comes_back_is_what_went_in_and_never_more_than_the_limit(data: st.DataObject) -> None:
     kinds = data.draw(

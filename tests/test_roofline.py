@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from instances import laws
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pliant import roofline
@@ -382,18 +383,19 @@ def test_the_least_time_and_the_launch() -> None:
 
 positive = st.floats(1e-9, 1e3)
 counts = st.integers(0, 10**15)
-some_rows = st.lists(st.builds(Row, st.text(), st.just(0.0) | positive, counts, counts), max_size=60)
-some_peaks = st.builds(Peaks, st.floats(1e6, 1e16), st.floats(1e6, 1e14), st.text(), st.just("float32"), st.integers(1, 256))
+names = st.text(st.sampled_from("ab.0 <>&\"'\n\t\x00\x07é漢😀\ud800"), max_size=8)
+some_rows = st.lists(st.builds(Row, names, st.just(0.0) | positive, counts, counts), max_size=60)
+some_peaks = st.builds(Peaks, st.floats(1e6, 1e16), st.floats(1e6, 1e14), names, st.just("float32"), st.integers(1, 256))
 
 
-@settings(derandomize=True, deadline=None)
+@laws(60)
 @given(counts, counts, counts, counts, some_peaks)
 def test_the_least_time_never_falls_when_work_is_added(macs: int, moved: int, more: int, bytes: int, at: Peaks) -> None:
     assert roof_seconds(macs + more, moved + bytes, at) >= roof_seconds(macs, moved, at)
 
 
-@settings(derandomize=True, deadline=None)
-@given(st.builds(Row, st.text(), positive, counts, counts.filter(bool)), some_peaks)
+@laws(60)
+@given(st.builds(Row, names, positive, counts, counts.filter(bool)), some_peaks)
 def test_the_roof_is_the_rate_over_the_share(row: Row, at: Peaks) -> None:
     chart = roofline._Chart([], at)
     if row.macs:
@@ -401,7 +403,7 @@ def test_the_roof_is_the_rate_over_the_share(row: Row, at: Peaks) -> None:
     assert (row.bound(at) == "memory") == (row.flops < row.moved * at.ridge)
 
 
-@settings(derandomize=True, deadline=None)
+@laws(60)
 @given(some_peaks, st.floats(1e-6, 1e6), st.floats(1, 1e3))
 def test_the_roof_never_falls_and_stays_under_both_peaks(at: Peaks, intensity: float, further: float) -> None:
     roof = roofline._Chart([], at).roof
@@ -508,8 +510,8 @@ def test_the_svg_needs_nothing_else_and_follows_the_colour_scheme() -> None:
     assert not any(word in plot for word in ("href", "url(", "@import", "<script", "<image"))
 
 
-@settings(derandomize=True, deadline=None)
-@given(some_rows, some_peaks, st.text(), st.integers(29, 120), st.integers(8, 40))
+@laws(60)
+@given(some_rows, some_peaks, names, st.integers(29, 120), st.integers(8, 40))
 def test_any_rows_can_be_plotted(rows: list[Row], at: Peaks, title: str, width: int, height: int) -> None:
     chart = roofline._Chart(rows, at)
     plot = text_plot(rows, at, width, height)

@@ -7,19 +7,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
+import command
 import pytest
 from runlogs import BAD, hostile, train
-from typer.testing import CliRunner
 
-from pliant import PliantError, cli
+from pliant import PliantError
 from pliant.apps import report, watch
 from pliant.apps.report import LogError
 from pliant.session import run_log as runlog
@@ -247,24 +245,21 @@ def test_what_cannot_be_watched_is_told(tmp_path: Path, server: ThreadingHTTPSer
         watch.server(tmp_path)
     with pytest.raises(PliantError, match="cannot be had"):
         watch.server(run, server.server_port)
-    shown = CliRunner().invoke(cli.app, ["watch", str(tmp_path)])
-    assert shown.exit_code == 2 and "no run.jsonl" in " ".join(shown.output.split())
-    assert "Example: pliant watch" in CliRunner().invoke(cli.app, ["watch", "--help"]).output
 
 
-def test_ctrl_c_ends_the_command(run: Path) -> None:
-    code = "from pliant.cli import main; main()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, "watch", str(run)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        port = int(line.split("127.0.0.1:")[1].split("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/")
-        assert connection.getresponse().status == 200
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.read().strip() == "stopped."
-        assert process.wait(timeout=10) == 0
-        connection.close()
+def test_ctrl_c_ends_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    serve = ThreadingHTTPServer.serve_forever
+
+    def look_and_stop(server: ThreadingHTTPServer) -> None:
+        codes.append(get(server, "/")[0])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def serve_forever(server: ThreadingHTTPServer) -> None:
+        threading.Thread(target=look_and_stop, args=(server,)).start()
+        serve(server)
+
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", serve_forever)
+    shown = command.run(["watch", str(run)])
+    assert codes == [200] and shown.exit_code == 0
+    assert "http://127.0.0.1:" in command.text(shown) and shown.output.splitlines()[-1] == "stopped."
