@@ -17,7 +17,9 @@ def filled(text: str) -> str:
     """The text with every table taken from its file."""
 
     def table(found: re.Match[str]) -> str:
-        facts, setting, rows = (ROOT / found[2]).read_text().removeprefix("<!-- generated; do not edit -->\n").split("\n\n", 2)
+        facts, setting, rows = (
+            (ROOT / found[2]).read_text(encoding="utf-8").removeprefix("<!-- generated; do not edit -->\n").split("\n\n", 2)
+        )
         return f"{found[1]}{rows.strip()}\n\n({facts}; {setting})\n{found[3]}"
 
     return BLOCK.sub(table, text)
@@ -25,4 +27,4 @@ def filled(text: str) -> str:
 
 if __name__ == "__main__":
     readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text()))
+    readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")

@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def given() -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} → {target}"
 
 
@@ -51,6 +51,6 @@ def test_the_table_in_the_readme_is_the_measured_one() -> None:
     assert spec is not None and spec.loader is not None
     readme = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(readme)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- table:" in text
     assert readme.filled(text) == text

@@ -26,7 +26,7 @@ def test_everything_is_looked_at_and_what_is_missing_has_a_remedy() -> None:
 
 
 def test_extras_are_those_that_can_be_installed() -> None:
-    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     named = {package.partition("[")[2].rstrip("]") for _, package, _ in doctor.EXTRAS if package.startswith("pliant[")}
     assert named and all(f"\n{extra} = [" in project for extra in {*named, "toml"})
 

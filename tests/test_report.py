@@ -388,17 +388,17 @@ def test_long_lines_are_thinned() -> None:
 def test_the_command_writes_a_page_beside_the_log(folder: Path, tmp_path: Path) -> None:
     shown = command.run(["report", str(folder)])
     assert shown.exit_code == 0 and "report.html" in command.text(shown)
-    assert (folder / "report.html").read_text() == report.page([report.load(folder)])
+    assert (folder / "report.html").read_text(encoding="utf-8") == report.page([report.load(folder)])
     out = tmp_path / "all.html"
     assert command.run(["report", str(folder), str(folder), "--out", str(out)]).exit_code == 0
-    assert "chain (2)" in out.read_text()
+    assert "chain (2)" in out.read_text(encoding="utf-8")
 
 
 def test_the_command_prints_text_and_markdown(folder: Path, tmp_path: Path) -> None:
     assert command.run(["report", str(folder), "--format", "text"]).output == report.text([report.load(folder)])
     out = tmp_path / "report.md"
     assert command.run(["report", str(folder), "--format", "md", "--out", str(out)]).exit_code == 0
-    assert out.read_text() == report.markdown([report.load(folder)])
+    assert out.read_text(encoding="utf-8") == report.markdown([report.load(folder)])
 
 
 def test_the_command_makes_folders_and_says_where_it_cannot_write(folder: Path, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_the_command_prints_a_table_and_a_roof_and_draws_it(tmp_path: Path) -> N
     done = run(["profile", "toy_net:images", "--batch", "2", "--size", "8", "--svg", "roof.svg"])
     assert done.exit_code == 0, done.output
     assert "FLOP/B" in text(done) and "GFLOP/s" in text(done)
-    assert (tmp_path / "roof.svg").read_text().startswith("<svg")
+    assert (tmp_path / "roof.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
 @pytest.mark.usefixtures("toy_model")
