@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import set_num_threads
 from typer.testing import CliRunner
 
 import pliant
@@ -25,7 +26,7 @@ def run(arguments: Sequence[str]) -> Any:
     try:
         return CliRunner().invoke(cli.app, list(arguments), env=WIDE)
     finally:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)  # also where a test replaces torch's
 
 
 def text(shown: Any) -> str:
