@@ -19,8 +19,6 @@ def filled(text: str) -> str:
     def table(found: re.Match[str]) -> str:
         table = (ROOT / found[2]).read_text(encoding="utf-8").removeprefix("<!-- generated; do not edit -->\n")
         facts, setting, rows = table.split("\n\n", 2)
-            (ROOT / found[2]).read_text(encoding="utf-8").removeprefix("<!-- generated; do not edit -->\n").split("\n\n", 2)
-        )
         return f"{found[1]}{rows.strip()}\n\n({facts}; {setting})\n{found[3]}"
 
     return BLOCK.sub(table, text)
