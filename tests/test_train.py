@@ -550,7 +550,7 @@ def test_lines_tell_of_evaluations_where_there_is_no_terminal() -> None:
 
 
 def test_a_terminal_shows_a_panel() -> None:
-    console = Console(force_terminal=True, width=70, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(force_terminal=True, width=70, record=True, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with console.file, live.shown(console) as watch:
         train(Options(**TINY, recipe="head", out="run"), watch)
     text = console.export_text()

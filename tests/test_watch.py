@@ -155,7 +155,7 @@ def test_a_log_that_was_truncated_or_replaced_is_read_anew(run: Path, tmp_path: 
     assert tail.read().notes[-1] == (9, "goes on") and tail.read() == report.load(log)
 
 
-def test_a_second_run_in_the_same_file_takes_over_whatever_was_wrong_before(run: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_file_takes_over_and_a_log_that_was_gone_is_read_again(run: Path, tmp_path: Path) -> None:
     log, first, second = halves(run, tmp_path)
     tail = report.Tail(log)
     tail.read()
@@ -167,17 +167,11 @@ def test_a_second_run_in_the_same_file_takes_over_whatever_was_wrong_before(run:
     with open(log, "ab") as file:
         file.write(first + second)
     assert tail.read() == report.load(log) and tail.read().earlier == 1
-
-
-def test_a_log_that_was_gone_for_a_while_is_read_again(run: Path, tmp_path: Path) -> None:
-    log, first, _ = halves(run, tmp_path)
-    tail = report.Tail(log)
-    before = tail.read()
-    log.unlink()
+    log.unlink()  # gone for a while
     with pytest.raises(LogError, match="cannot be read"):
         tail.read()
     log.write_bytes(first)
-    assert tail.read() == before
+    assert tail.read() == report.load(log)
 
 
 def test_the_page_is_drawn_once_for_all_who_look(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +219,8 @@ def test_only_its_own_name_is_answered(server: ThreadingHTTPServer, host: str) -
     assert get(server, "/", host=f"localhost:{server.server_port}")[0] == 200
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-def test_it_only_tells(server: ThreadingHTTPServer, method: str) -> None:
-    assert get(server, "/", method)[0] == 501
-
-
-def test_it_listens_on_this_machine_only(server: ThreadingHTTPServer) -> None:
+def test_it_answers_nothing_but_reading_and_listens_on_this_machine_only(server: ThreadingHTTPServer) -> None:
+    assert {get(server, "/", method)[0] for method in ("POST", "PUT", "DELETE", "OPTIONS")} == {501}
     assert server.server_address[0] == "127.0.0.1" and server.socket.family == socket.AF_INET
 
 
