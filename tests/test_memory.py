@@ -19,7 +19,6 @@ KB = 256 * 4  # what 256 numbers take
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
     """Memory must not wait for a collector."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
