@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,19 @@ CHOICES = {
 }
 
 
+@cache
+def residual_profile(clip: bool) -> Profile:
+    torch.manual_seed(0)
+    model = Residual(clip)
+    return measure.timed(model, sgd(model), classify, data(), repeats=1).on(Mode(lean=True))
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_peak_of_a_lean_step_is_the_predicted_one(choice: str, clip: bool) -> None:
     torch.manual_seed(0)
-    model, batch = Residual(clip), data()
+    model, batch, profile = Residual(clip), data(), residual_profile(clip)
     optimizer, among = sgd(model), trainable(model)
-    profile = measure.timed(model, optimizer, classify, batch, repeats=1).on(Mode(lean=True))
     chosen = [name for name in among if name.startswith(tuple(CHOICES[choice].split()))]
     apply_(among, optimizer, chosen)
     BatchNormModes(model, "chosen").hold_(among, chosen)
@@ -163,8 +169,11 @@ RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("cost", [measure.counted, partial(measure.timed, repeats=1)], ids=["counted", "timed"])
-@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize(
+    ("name", "cost"),
+    [*((name, measure.counted) for name in RECOMPUTED), ("transformer", partial(measure.timed, repeats=1))],
+    ids=[*RECOMPUTED, "transformer, timed"],
+)
 def test_a_checkpoint_computes_again_only_what_the_choice_needs(name: str, cost: Callable[..., Profile]) -> None:
     torch.manual_seed(0)
     model, batch = RECOMPUTED[name](), data()
@@ -477,7 +486,7 @@ def test_to_measure_seconds_takes_no_full_step_where_memory_is_limited() -> None
     def first_step(budget: Budget) -> int:
         torch.manual_seed(0)
         model = Residual()
-        optimizer, batch = momentum(model), data(16)
+        optimizer, batch = momentum(model), data(8)
         with Session(model, optimizer, classify, replace(by_the_clock(None), budget=budget), undo=False) as session:
             measure.inference_bytes(model, classify, batch)  # what libraries make once
             with LiveBytes(torch.device("cpu")) as live:
@@ -486,7 +495,7 @@ def test_to_measure_seconds_takes_no_full_step_where_memory_is_limited() -> None
 
     torch.manual_seed(0)
     model = Residual()
-    peak, _ = measure.peak_bytes(model, momentum(model), classify, data(16))
+    peak, _ = measure.peak_bytes(model, momentum(model), classify, data(8))
     assert first_step(Budget(time=0.6)) > peak
     assert first_step(Budget(time=0.6, memory=0.3)) < 0.6 * peak
 

@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pliant.apps import data
 from pliant.apps.data.digits import Digits, Split, batches, digits
 from pliant.apps.models import NORM
+from pliant.runtime import sample_ids
 from pliant.runtime.sample_ids import ids_of, with_ids
 
 
@@ -36,28 +36,17 @@ def numbered(count: int) -> Split:
     return Split(numbers.float().reshape(-1, 1, 1, 1).expand(-1, 3, 2, 2).contiguous(), numbers)
 
 
-def test_shapes_and_types(small: Digits) -> None:
+def test_digits_are_split_in_proportion_and_normalised_for_the_backbone(small: Digits) -> None:
     assert [len(split) for split in (small.train, small.validation, small.test)] == [1000, 297, 500]
-    assert small.train.images.shape == (1000, 3, 16, 16)
-    assert small.train.images.dtype == torch.float32
-    assert small.train.labels.dtype == torch.int64
-    assert small.classes == 10
-
-
-def test_normalised_for_the_backbone(small: Digits) -> None:
-    mean, std = NORM
-    assert small.train.images.min().item() == pytest.approx((0 - mean) / std)
-    assert small.train.images.max().item() <= (1 - mean) / std + 1e-6
-    assert torch.equal(small.train.images[:, 0], small.train.images[:, 2])
-
-
-def test_every_split_holds_every_class_in_proportion(small: Digits) -> None:
+    images, (mean, std) = small.train.images, NORM
+    assert images.shape == (1000, 3, 16, 16) and images.dtype == torch.float32
+    assert small.train.labels.dtype == torch.int64 and small.classes == 10
+    assert images.min().item() == pytest.approx((0 - mean) / std) and images.max().item() <= (1 - mean) / std + 1e-6
+    assert torch.equal(images[:, 0], images[:, 2])
     for split in (small.train, small.validation, small.test):
         share = torch.bincount(split.labels, minlength=10) / len(split)
-        assert share.min() > 0.085
-        assert share.max() < 0.115
-    first = torch.bincount(small.train.labels[:50], minlength=10)
-    assert first.min() >= 4, "even the first few are balanced"
+        assert share.min() > 0.085 and share.max() < 0.115
+    assert torch.bincount(small.train.labels[:50], minlength=10).min() >= 4, "even the first few are balanced"
 
 
 def test_splits_share_no_sample_and_lose_none() -> None:
@@ -80,34 +69,17 @@ def test_missing_scikit_learn_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
         digits()
 
 
-def test_an_epoch_shows_each_sample_at_most_once_in_full_batches() -> None:
+def test_an_epoch_shows_each_sample_at_most_once_in_full_batches_and_a_new_order() -> None:
     seen = [labels for _, labels in batches(numbered(10), 3, epochs=1)]
-    assert [len(labels) for labels in seen] == [3, 3, 3]
-    assert len(torch.cat(seen).unique()) == 9
-
-
-def test_images_stay_with_their_labels() -> None:
+    assert [len(labels) for labels in seen] == [3, 3, 3] and len(torch.cat(seen).unique()) == 9
     for images, labels in batches(numbered(8), 4, epochs=2):
         assert torch.equal(images[:, 0, 0, 0].long(), labels)
-
-
-def test_epochs_are_shuffled_anew() -> None:
     orders = [labels.tolist() for _, labels in batches(numbered(32), 32, epochs=3)]
-    assert len(orders) == 3
-    assert orders[0] != orders[1] != orders[2]
-
-
-def test_endless_unless_told() -> None:
-    assert sum(1 for _ in islice(batches(numbered(4), 2), 100)) == 100
+    assert len(orders) == 3 and orders[0] != orders[1] != orders[2]
+    assert sum(1 for _ in islice(batches(numbered(4), 2), 100)) == 100, "endless by default"
     assert list(batches(numbered(4), 2, epochs=0)) == []
-
-
-def test_same_seed_same_batches() -> None:
-    def labels(seed: int) -> list[list[int]]:
-        return [labels.tolist() for _, labels in batches(numbered(20), 5, seed=seed, epochs=2)]
-
-    assert labels(3) == labels(3)
-    assert labels(3) != labels(4)
+    same, again, other = ([y.tolist() for _, y in batches(numbered(20), 5, seed=s, epochs=2)] for s in (3, 3, 4))
+    assert same == again != other
 
 
 def test_global_random_state_is_left_alone() -> None:
@@ -191,10 +163,10 @@ def test_items_and_batches_are_what_they_were_and_carry_ids(structure: str) -> N
         for again in (pickle.loads(pickle.dumps(value)), copy.copy(value), copy.deepcopy(value)):
             assert flat(again) == flat(value)
             assert ids_of(again) == ids_of(value)
-    without = default_collate([data._plain(item) for item in items])
+    without = default_collate([sample_ids._plain(item) for item in items])
     assert ids_of(without) is None
     assert isinstance(batch, type(without))
-    assert flat(batch) == flat(without) == flat(default_collate([data._plain(wrapped[index]) for index in (4, 1)]))
+    assert flat(batch) == flat(without) == flat(default_collate([sample_ids._plain(wrapped[index]) for index in (4, 1)]))
     assert ids_of(plain[0]) is None
 
 

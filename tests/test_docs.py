@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def given() -> dict[str, Any]:
@@ -49,7 +49,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
         there = page.parent / target if target else page
         assert there.exists(), f"{page.name} → {target}"
         assert not anchor or anchor in anchors(there), f"{page.name} → {target}#{anchor}"
@@ -61,7 +61,7 @@ def test_the_published_tables_are_the_measured_ones() -> None:
     assert spec is not None and spec.loader is not None
     publish = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(publish)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- table -->" in text
     assert publish.readme(text) == text
-    assert publish.results() == (ROOT / "docs" / "results.md").read_text()
+    assert publish.results() == (ROOT / "docs" / "results.md").read_text(encoding="utf-8")

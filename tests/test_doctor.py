@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import run, text
 
-from pliant import cli
 from pliant.apps import doctor
 from pliant.cost.peaks import Peaks
-
-run = CliRunner().invoke
 
 
 def test_everything_is_looked_at_and_what_is_missing_has_a_remedy() -> None:
@@ -29,7 +26,7 @@ def test_everything_is_looked_at_and_what_is_missing_has_a_remedy() -> None:
 
 
 def test_extras_are_those_that_can_be_installed() -> None:
-    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
     named = {package.partition("[")[2].rstrip("]") for _, package, _ in doctor.EXTRAS if package.startswith("pliant[")}
     assert named and all(f"\n{extra} = [" in project for extra in {*named, "toml"})
 
@@ -39,19 +36,19 @@ def test_a_library_that_cannot_take_a_step_is_told_with_an_exit_code(monkeypatch
         raise RuntimeError("no kernel\nfor this")
 
     monkeypatch.setattr(doctor, "Session", broken)
-    shown = run(cli.app, ["doctor", "--no-peaks"])
-    assert shown.exit_code == 1 and "✗ a step: RuntimeError: no kernel" in shown.output and "does NOT run" in shown.output
-    found = run(cli.app, ["doctor", "--no-peaks", "--json"])
+    shown = run(["doctor", "--no-peaks"])
+    assert shown.exit_code == 1 and "✗ a step: RuntimeError: no kernel" in text(shown) and "does NOT run" in text(shown)
+    found = run(["doctor", "--no-peaks", "--json"])
     assert found.exit_code == 1 and json.loads(found.stdout)["can_run"] is False
 
 
 def test_the_command_tells_peaks_and_brackets_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "measured_peaks", lambda device, again: Peaks(2e9, 1e9, str(device), "float32", 1))
     monkeypatch.setattr(doctor, "_version", lambda module: None)
-    shown = run(cli.app, ["doctor"])
-    assert shown.exit_code == 0 and "2 GFLOP/s, 1 GB/s" in shown.output and "pip install 'pliant[demo]'" in shown.output
+    shown = run(["doctor"])
+    assert shown.exit_code == 0 and "2 GFLOP/s, 1 GB/s" in text(shown) and "pip install 'pliant[demo]'" in text(shown)
 
 
 def test_json_holds_the_same() -> None:
-    found = json.loads(run(cli.app, ["doctor", "--no-peaks", "--json"]).stdout)
+    found = json.loads(run(["doctor", "--no-peaks", "--json"]).stdout)
     assert found["can_run"] and {"topic", "name", "standing", "said", "remedy"} == set(found["findings"][0])

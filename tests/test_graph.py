@@ -65,12 +65,25 @@ def ran(value: torch.Tensor, inputs: list[torch.Tensor] | None = None) -> list[A
 
 @every_case
 def test_head_unused_and_frozen(case: Case) -> None:
-    graph = graph_of(case.name)
-    model = case.make()[0]
+    model, loss, batch = case.make()
+    graph = read(model, loss, batch)
     assert graph.head == case.head
     assert graph.unused == case.unused
     assert set(graph.params) == {name for name, _ in model.named_parameters()} - set(case.frozen)
     assert {param for node in graph.nodes for param in node.params} == set(graph.params) - set(case.unused)
+    assert all(param.grad is None for param in model.parameters()), "reading runs no backward"
+
+
+@every_case
+def test_edges_point_away_from_the_loss_and_a_parameter_stands_where_it_is_needed_last(case: Case) -> None:
+    graph = graph_of(case.name)
+    nodes = graph.nodes
+    assert all(later > i for i, node in enumerate(nodes) for later in node.data)
+    waited_for = {later for node in nodes for later in node.data}
+    assert waited_for == {i for i, node in enumerate(nodes) if i and not node.carrier}
+    for param, i in graph.order().items():
+        assert param in nodes[i].params
+        assert not any(param in node.params and not node.carrier for node in nodes[i + 1 :])
 
 
 @every_case
@@ -81,14 +94,6 @@ def test_nodes_stand_in_the_order_in_which_backward_ran(case: Case) -> None:
     assert walk(value) == order
     ops = [node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward") for node in order]
     assert [node.op for node in graph_of(case.name).nodes] == ops
-
-
-@every_case
-def test_edges_point_away_from_the_loss(case: Case) -> None:
-    nodes = graph_of(case.name).nodes
-    assert all(later > i for i, node in enumerate(nodes) for later in node.data)
-    waited_for = {later for node in nodes for later in node.data}
-    assert waited_for == {i for i, node in enumerate(nodes) if i and not node.carrier}
 
 
 @every_case
@@ -105,21 +110,6 @@ def test_graph_tells_which_nodes_run_for_each_parameter(case: Case) -> None:
             for i, node in reversed(list(enumerate(graph.nodes))):
                 runs[i] = name in node.params or any(runs[j] for j in node.data)
             assert [live[i] for i in range(len(live)) if runs[i]] == ran(value, [params[name]]), name
-
-
-@every_case
-def test_order_puts_a_parameter_where_it_is_needed_last(case: Case) -> None:
-    graph = graph_of(case.name)
-    for param, i in graph.order().items():
-        assert param in graph.nodes[i].params
-        assert not any(param in node.params and not node.carrier for node in graph.nodes[i + 1 :])
-
-
-@every_case
-def test_reading_runs_no_backward(case: Case) -> None:
-    model, loss, batch = case.make()
-    read(model, loss, batch)
-    assert all(param.grad is None for param in model.parameters())
 
 
 # ---------------------------------------------------------------- what is adversarial about each

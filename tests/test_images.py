@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from pliant import PliantError
-from pliant.apps.data.images import ImageError, ImageSet, folder, load, loose, packed
+from pliant.apps.data.images import ImageError, ImageSet, folder, loose, packed
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -125,13 +125,6 @@ def test_images_without_classes_come_with_their_names(tmp_path: Path) -> None:
     images, names = loose(tmp_path, 4)
     assert names == ["a.png", "b.png"] and images[:, :, 0, 0].tolist() == [list(RED), list(BLUE)]
     assert loose(tmp_path / "nowhere", 4)[1] == []
-
-
-def test_load_knows_a_folder_from_a_packed_set(tmp_path: Path) -> None:
-    write(tmp_path / "a" / "0.png")
-    assert load(tmp_path, 4).classes == ("a",)
-    with pytest.raises(ImageError, match="no file"):
-        load(tmp_path / "set.npz", 4)
 
 
 def test_packed_jpegs(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ KB = 256 * 4  # what 256 numbers take
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
     """Memory must not wait for a collector."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -32,20 +31,12 @@ def numbers() -> torch.Tensor:
 # ---------------------------------------------------------------- storages
 
 
-def test_views_share_one_storage_and_its_whole_size() -> None:
-    x = numbers()
+def test_the_size_of_a_tensor_is_that_of_its_memory() -> None:
+    x, sparse = numbers(), torch.eye(8).to_sparse()
     assert storage(x) == storage(x[3:5]) == storage(x.view(16, 16).t()) == storage(x.detach())
-    assert storage(x)[1] == KB
-    assert storage(x)[0] != storage(x.clone())[0]
-
-
-def test_an_expanded_tensor_is_as_large_as_its_memory() -> None:
+    assert storage(x)[1] == KB and storage(x)[0] != storage(x.clone())[0]
     assert storage(torch.ones(1).expand(1000))[1] == 4
-
-
-def test_a_tensor_without_one_storage_is_as_large_as_its_numbers() -> None:
-    sparse = torch.eye(8).to_sparse()
-    assert storage(sparse) == (id(sparse), 8 * 8 * 4)
+    assert storage(sparse) == (id(sparse), 8 * 8 * 4), "without one storage: its numbers"
 
 
 def test_what_follows_when_memory_is_freed_waits_for_the_last_view() -> None:
@@ -59,18 +50,10 @@ def test_what_follows_when_memory_is_freed_waits_for_the_last_view() -> None:
     del watched
 
 
-def test_nothing_follows_once_nobody_waits() -> None:
-    x, freed = numbers(), []
-    watched = when_freed(x, lambda: freed.append("now"))
-    del watched
-    del x
-    assert not freed
-
-
-def test_a_tensor_without_one_storage_is_watched_itself() -> None:
-    sparse, freed = torch.eye(3).to_sparse(), []
-    watched = when_freed(sparse, lambda: freed.append("now"))
-    del sparse
+def test_a_watch_may_be_dropped_and_may_be_on_a_tensor_without_one_storage() -> None:
+    x, sparse, freed = numbers(), torch.eye(3).to_sparse(), []
+    dropped, watched = when_freed(x, lambda: freed.append("dropped")), when_freed(sparse, lambda: freed.append("now"))
+    del dropped, x, sparse
     assert freed == ["now"] and watched() is None
 
 
@@ -143,21 +126,15 @@ def test_memory_that_is_used_again_counts_again() -> None:
     assert live.peak == live.bytes == len(kept) * KB
 
 
-def test_what_is_freed_after_the_end_is_still_noticed() -> None:
-    with LiveBytes(CPU) as live:
-        y = numbers()
-    assert live.bytes == KB
-    del y
-    assert live.bytes == 0
-
-
-def test_what_runs_outside_is_not_seen() -> None:
+def test_what_runs_outside_is_not_seen_but_what_is_freed_is() -> None:
     live = LiveBytes(CPU)
     before = numbers()
     with live:
         made = before * 2
     after = made * 2
     assert live.bytes == KB and after.numel() == 256
+    del made
+    assert live.bytes == 0
 
 
 def test_two_may_watch_at_once_and_each_sees_what_is_made_while_it_looks() -> None:
@@ -198,25 +175,16 @@ def test_what_autograd_keeps_lives_as_long_as_its_graph() -> None:
     assert live.peak == 2 * KB + 8, "what is kept and its gradient; the loss and its own"
 
 
-def test_a_graph_that_is_dropped_frees_all_that_it_kept() -> None:
-    weight = numbers().requires_grad_()
-    with LiveBytes(CPU) as live:
-        value = weight
+@pytest.mark.parametrize(("gradients", "kept"), [(True, 5), (False, 1)])
+def test_a_graph_keeps_every_result_and_without_gradients_only_the_last_one_lives(gradients: bool, kept: int) -> None:
+    value = numbers().requires_grad_()
+    with LiveBytes(CPU) as live, torch.set_grad_enabled(gradients):
         for _ in range(5):
             value = value.exp()
-        assert live.bytes == 5 * KB
+        assert live.bytes == kept * KB
         del value
         assert live.bytes == 0
-
-
-def test_without_gradients_only_the_last_result_lives() -> None:
-    weight = numbers().requires_grad_()
-    with LiveBytes(CPU) as live, torch.no_grad():
-        value = weight
-        for _ in range(5):
-            value = value.exp()
-        assert live.bytes == KB and value.numel() == 256
-    assert live.peak == 2 * KB
+    assert live.peak == max(kept, 2) * KB
 
 
 def test_what_the_process_takes_is_told_where_the_system_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:

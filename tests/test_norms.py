@@ -192,19 +192,16 @@ def test_auto_goes_by_what_a_pass_shows_that_cannot_end_without_gradients() -> N
     assert model.a.training
 
 
-def test_auto_asks_norms_that_are_in_eval_mode_too() -> None:
+def test_auto_asks_norms_in_eval_mode_too_and_none_that_do_not_look_at_a_batch() -> None:
     model = pretrained().eval()
     norms = BatchNormModes(model, "auto")
     model.train()
     norms.settle_(lambda: model.bare(model.b(model.a(alike(4)))))
     norms.hold_(AMONG, {"a.weight"})
     assert not model.a.training and norms.priced == "frozen"
-
-
-def test_auto_leaves_norms_alone_that_do_not_look_at_a_batch() -> None:
-    model = nn.InstanceNorm1d(3, track_running_stats=True)
-    model.running_mean.fill_(0.5)
-    assert BatchNormModes(model, "auto").settle_(lambda: model(torch.randn(2, 3, 4))) is None
+    instance = nn.InstanceNorm1d(3, track_running_stats=True)
+    instance.running_mean.fill_(0.5)
+    assert BatchNormModes(instance, "auto").settle_(lambda: instance(torch.randn(2, 3, 4))) is None
 
 
 def test_other_rules_are_not_moved_by_what_auto_settled() -> None:
@@ -213,8 +210,5 @@ def test_other_rules_are_not_moved_by_what_auto_settled() -> None:
     norms.load(looked_at(model, 4).state())
     norms.hold_(AMONG, {"a.weight"})
     assert model.a.training
-
-
-def test_unknown_norm_rule() -> None:
     with pytest.raises(ValueError, match="norm='sometimes'"):
         BatchNormModes(TwoNorms(), "sometimes")  # type: ignore[arg-type]

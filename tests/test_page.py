@@ -71,7 +71,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     run, bad = report.load(folder), report.load(hostile(place / "bad", folder))
     runs = {"one": [run], "three": report.named([run, run, run]), "hostile": [bad]}
     for name, shown in runs.items():
-        (place / f"{name}.html").write_text(report.page(shown))
+        (place / f"{name}.html").write_text(report.page(shown), encoding="utf-8")
     return {name: place / f"{name}.html" for name in runs}
 
 

@@ -101,23 +101,18 @@ def formula(done: Fraction, start: Fraction, cubed: bool) -> set[str]:
 @pytest.mark.parametrize("cubed", [False, True])
 @pytest.mark.parametrize("start", [Fraction(0), Fraction(1, 5), Fraction(1, 2), Fraction(4, 5)])
 def test_freeze_out_trains_what_the_formula_says_at_every_step(start: Fraction, cubed: bool) -> None:
-    """In 40 steps every step is a selection; with 4/5, t_i falls on steps that floats do not hit."""
-    trained = run(recipes.freeze_out(float(start), cubed=cubed), 40, chain, total_steps=40)
-    assert [set(names) for names in trained] == [formula(Fraction(step, 40), start, cubed) for step in range(40)]
+    """In 40 steps every step is a selection; with 4/5, t_i falls on steps that floats do not hit. The run goes on for longer
+    than it said."""
+    default = start == Fraction(4, 5) and cubed
+    trained = run(recipes.freeze_out() if default else recipes.freeze_out(float(start), cubed=cubed), 42, chain, total_steps=40)
+    assert [set(names) for names in trained] == [formula(Fraction(step, 40), start, cubed) for step in range(42)]
     assert all(set(later) <= set(earlier) for earlier, later in pairwise(trained))
-    assert trained[-1] == ("8",)
+    assert set(trained[39:]) == {("8",)} and (start == 0 or set(trained[0]) == {*LAYERS, "8"})
 
 
-def test_freeze_out_begins_with_everything_and_leaves_the_head_alone() -> None:
-    trained = run(recipes.freeze_out(), 45, chain, total_steps=40)
-    assert set(trained[0]) == {*LAYERS, "8"}
-    assert [set(names) for names in trained[:40]] == [formula(Fraction(s, 40), Fraction(4, 5), True) for s in range(40)]
-    assert set(trained[40:]) == {("8",)}, "also where a run goes on for longer than it said"
-
-
-def test_a_long_run_looks_every_hundredth_of_it() -> None:
-    trained = run(recipes.freeze_out(0.5, cubed=False), 300, chain, total_steps=300)
-    at = [Fraction(step - step % 3, 300) for step in range(300)]
+def test_a_long_run_chooses_again_every_hundredth_of_it() -> None:
+    trained = run(recipes.freeze_out(0.5, cubed=False), 200, chain, total_steps=200)
+    at = [Fraction(step - step % 2, 200) for step in range(200)]
     assert [set(names) for names in trained] == [formula(done, Fraction(1, 2), False) for done in at]
 
 
@@ -172,23 +167,9 @@ def test_lisa_trains_both_ends_and_as_many_blocks_as_asked(layers: int) -> None:
     assert len(set(trained)) > 2
 
 
-def test_lisa_has_a_round_every_so_many_steps() -> None:
-    session, _ = opened(recipes.lisa(steps=4))
-    with session:
-        seen = []
-        for k in range(12):
-            session.step(batch_no(k))
-            seen.append(session.selection.round)
-    assert seen == [k // 4 for k in range(12)]
-
-
-def test_a_draw_larger_than_the_model_is_all_of_it() -> None:
+def test_a_draw_larger_than_the_model_is_all_of_it_and_another_seed_draws_otherwise() -> None:
     assert set(run(recipes.lisa(layers=9), 1)[0]) == {"embed", "head", *BLOCKS}
-
-
-def test_lisa_repeats_with_its_seed_and_only_with_it() -> None:
-    first, again, other = (run(recipes.lisa(steps=1, seed=seed), 10) for seed in (3, 3, 4))
-    assert first == again
+    first, other = (run(recipes.lisa(steps=1, seed=seed), 10) for seed in (3, 4))
     assert first != other
 
 
@@ -233,7 +214,7 @@ def test_badam_trains_one_block_at_a_time_in_its_order(order: Any, expected: tup
     assert trained == [(expected[step // 2 % 8],) for step in range(40)]
 
 
-def test_badam_by_lot_trains_each_block_once_each_time_around() -> None:
+def test_badam_at_random_trains_each_block_once_each_time_around() -> None:
     trained = [names[0] for names in run(recipes.badam(steps=1, order="random"), 32)]
     laps = [tuple(trained[i : i + 8]) for i in range(0, 32, 8)]
     assert all(sorted(lap) == sorted(AROUND) for lap in laps)
@@ -271,9 +252,8 @@ def test_badam_frees_the_state_of_a_block_that_it_leaves_and_begins_anew() -> No
                 left = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
 
 
-@pytest.mark.parametrize("order", ["descending", "ascending", "random"])
-def test_under_badam_the_loss_falls(order: Any) -> None:
-    session, _ = opened(recipes.badam(steps=5, order=order))
+def test_under_badam_the_loss_falls() -> None:
+    session, _ = opened(recipes.badam(steps=5, order="random"))
     with session:
         values = [float(session.step(batch_no(0))) for _ in range(80)]  # twice around
     assert values[0] > values[39] > values[79]
@@ -288,22 +268,21 @@ THREE: dict[str, Callable[[], Policy]] = {
     "freeze_out, by steps": lambda: recipes.freeze_out(0.2, cubed=False, when=schedule.every(steps=3)),
     "lisa": lambda: recipes.lisa(steps=3, seed=5),
     "badam": lambda: recipes.badam(steps=3),
-    "badam, by lot": lambda: recipes.badam(steps=2, order="random", seed=5),
+    "badam, random": lambda: recipes.badam(steps=2, order="random", seed=5),
 }
 
 
 @pytest.mark.parametrize("name", THREE)
-@pytest.mark.parametrize("stop", [6, 7])
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(name: str, stop: int, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(name: str, tmp_path: Path) -> None:
     ends = []
     for stops in (False, True):
-        session, _ = opened(THREE[name](), total_steps=20)
+        session, _ = opened(THREE[name](), total_steps=14)
         trained = []
-        for k in range(20):
-            if stops and k == stop:
+        for k in range(14):
+            if stops and k == 7:
                 session.save(tmp_path / "run.pt")
                 session.close()
-                session, _ = opened(THREE[name](), seed=9, total_steps=20)
+                session, _ = opened(THREE[name](), seed=9, total_steps=14)
                 session.load(tmp_path / "run.pt")
             session.step(batch_no(k))
             trained.append(chosen(session))

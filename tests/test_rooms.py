@@ -55,7 +55,7 @@ DOORS = {"pliant", "pliant.moved"}  # they offer what the rooms hold
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """(dotted name, line) of each import, wherever in the file it stands; the standard library is free."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from command import run, text
 from rich.console import Console
 from torch import nn
-from typer.testing import CliRunner
 from zoo import fingerprint
 
 from pliant import Unit, measure, recipes, units
 from pliant.apps.layer_report import survey
-from pliant.apps.models import load
-from pliant.cli import app
 from pliant.cost.profile import ChargeKind
 from pliant.cost.roofline import Peaks, roof_seconds, rows
 from pliant.graph.backward import read
@@ -58,7 +55,7 @@ def test_a_row_holds_the_work_of_a_layers_own_backward() -> None:
     assert by_name["0"].macs < 2 * 5 * 8 * 36 * 27
 
 
-def test_a_survey_leaves_no_trace_and_tells_every_layer() -> None:
+def test_a_layer_report_leaves_no_trace_and_lists_every_layer() -> None:
     model, x = net(), torch.randn(*IMAGES)
     optimizer = sgd(model)
     before = fingerprint(model, optimizer)
@@ -67,8 +64,8 @@ def test_a_survey_leaves_no_trace_and_tells_every_layer() -> None:
     assert [unit.name for unit in found.units] == ["4", "0"] == [row.name for row in found.rows]
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(found.table())
-    text = console.export_text()
-    assert "a full step takes" in text and "ridge 2 FLOP/byte" in text
+    shown = " ".join(console.export_text().split())  # the name of a processor may be long
+    assert "a full step takes" in shown and "ridge 2 FLOP/byte" in shown
     told = json.loads(json.dumps(found.to_json()))
     assert told["units"][0]["name"] == "4" and told["peaks"]["ridge"] == 2.0
     assert told["units"][0]["alone"]["seconds"] <= told["full"]["seconds"]
@@ -113,23 +110,11 @@ def test_elastic_layers_can_be_priced_for_another_device() -> None:
     assert profile.origin["device"] == "modelled: cpu: toy" and profile.full.seconds > 0
 
 
-# ---------------------------------------------------------------- names and the command
-
-
-def test_models_go_by_name_or_by_factory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "toy_factory.py").write_text("from torch import nn\ndef tiny():\n    return nn.Linear(3, 2)\nnumber = int\n")
-    monkeypatch.chdir(tmp_path)
-    assert isinstance(load("toy_factory:tiny"), nn.Linear)
-    with pytest.raises(ValueError, match="has no 'huge'"):
-        load("toy_factory:huge")
-    with pytest.raises(ValueError, match="returned int, not a torch"):
-        load("toy_factory:number")
-    with pytest.raises(ValueError, match="no model 'resnet'"):
-        load("resnet")
+# ---------------------------------------------------------------- the command
 
 
 @pytest.fixture
-def toy_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def toy_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "toy_net.py").write_text(
         "from torch import nn\n"
         "def images():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))\n"
@@ -138,27 +123,19 @@ def toy_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PLIANT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("pliant.apps.layer_report.peaks", lambda device, dtype: TOY)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)  # the command sets them
 
 
 @pytest.mark.usefixtures("toy_model")
 def test_the_command_prints_a_table_and_a_roof_and_draws_it(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["profile", "toy_net:images", "--batch", "2", "--size", "8", "--svg", "roof.svg"])
+    done = run(["profile", "toy_net:images", "--batch", "2", "--size", "8", "--svg", "roof.svg"])
     assert done.exit_code == 0, done.output
-    assert "FLOP/B" in done.output and "GFLOP/s" in done.output
-    assert (tmp_path / "roof.svg").read_text().startswith("<svg")
+    assert "FLOP/B" in text(done) and "GFLOP/s" in text(done)
+    assert (tmp_path / "roof.svg").read_text(encoding="utf-8").startswith("<svg")
 
 
 @pytest.mark.usefixtures("toy_model")
 def test_the_command_takes_token_ids_and_speaks_json() -> None:
-    done = CliRunner().invoke(app, ["profile", "toy_net:words", "--shape", "7", "--ids", "20", "--json", "--tensors"])
+    done = run(["profile", "toy_net:words", "--shape", "7", "--ids", "20", "--json", "--tensors"])
     assert done.exit_code == 0, done.output
     told = json.loads(done.output)
     assert {unit["name"] for unit in told["units"]} == {"0.weight", "1.weight", "1.bias"}
-
-
-def test_the_command_says_what_is_wrong_and_exits_with_two() -> None:
-    done = CliRunner().invoke(app, ["profile", "nonsense"])
-    assert done.exit_code == 2 and "no model 'nonsense'" in done.output

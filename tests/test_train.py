@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from command import PROCESS, python_path, run, text
 from oracle import on_steady_device
 from PIL import Image
 from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from pliant import BudgetError, PliantError, Session, cli, recipes, roofline, schedule
+from pliant import BudgetError, PliantError, Session, recipes, roofline, schedule
 from pliant.apps import models, report
 from pliant.apps import run_folder as folder
 from pliant.apps import tasks as task
@@ -40,7 +40,6 @@ TINY: dict[str, Any] = {"model": tiny.MODEL, "data": tiny.DATA, "size": 8, "batc
 TINY |= {"exact": True, "scratch": True, "validation": 0.4}
 FLAGS = [f"--{k}={v}" if v is not True else f"--{k}" for k, v in TINY.items()]
 PEAKS = Peaks(4e10, 1e10, "cpu", "float32", 1)
-run = CliRunner().invoke
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +76,26 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one finished run with the recipe `full`, which tests copy."""
+    place = tmp_path_factory.mktemp("trained")
+    tiny.write(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.syspath_prepend(str(place))
+        tiny.forget()
+        train(Options(**TINY, recipe="full", out="run"))
+        tiny.forget()
+    return place / "run"
+
+
+@pytest.fixture
+def whole(trained: Path) -> Path:
+    """That run, as "whole" in the current folder."""
+    return Path(shutil.copytree(trained, "whole"))
+
+
 # ---------------------------------------------------------------- a run
 
 
@@ -96,17 +115,12 @@ def test_a_run_learns_and_leaves_weights_and_a_log() -> None:
         assert file.metadata()["names"].split("\n") == ["top", "left", "rows", "columns"]
 
 
-def test_the_same_seed_gives_the_same_weights_and_another_one_does_not() -> None:
-    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
-        train(Options(**TINY, recipe="full", out=out, seed=seed))
-    assert same(weights("a"), weights("b")) and not same(weights("a"), weights("c"))
-
-
-def test_watching_evaluating_and_saving_often_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    train(Options(**TINY, recipe="full", out="a"))
+def test_the_seed_alone_decides_the_weights(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watching, evaluating and saving often change nothing."""
     monkeypatch.setattr("pliant.apps.train.run._SAVE_SECONDS", 0.0)
-    train(Options(**TINY, recipe="full", out="b", evaluate_every=5), lambda moment: None)
-    assert same(weights("a"), weights("b"))
+    train(Options(**TINY, recipe="full", out="same", evaluate_every=5), lambda moment: None)
+    train(Options(**TINY, recipe="full", out="other", seed=1))
+    assert same(weights("same"), weights("whole")) and not same(weights("other"), weights("whole"))
 
 
 def test_runs_without_a_name_get_folders_of_their_own() -> None:
@@ -114,10 +128,10 @@ def test_runs_without_a_name_get_folders_of_their_own() -> None:
     assert outs == [os.path.join("runs", "shapes-head"), os.path.join("runs", "shapes-head-2")]
 
 
-def test_a_model_goes_on_from_an_earlier_runs_weights() -> None:
-    first = train(Options(**TINY, recipe="full", out="a", lr=0.1))
-    second = train(Options(**{**TINY, "model": "a/last.safetensors", "epochs": 1}, recipe="head", out="b"))
-    assert second.evaluations[0].accuracy == first.accuracy
+def test_a_model_goes_on_from_an_earlier_runs_weights(whole: Path) -> None:
+    ends = [line["accuracy"] for line in runlog.read(whole / "run.jsonl") if line["event"] == "evaluated"]
+    second = train(Options(**{**TINY, "model": "whole/last.safetensors", "epochs": 1}, recipe="head", out="b"))
+    assert second.evaluations[0].accuracy == ends[-1]
     with safe_open("b/last.safetensors", "pt") as file:
         assert file.metadata()["model"] == tiny.MODEL
 
@@ -136,41 +150,28 @@ def test_delta_holds_only_what_changed() -> None:
 
 
 def test_memory_is_measured_where_asked() -> None:
-    result = train(Options(**{**TINY, "epochs": 1}, recipe="full", out="run", measure_memory=True))
-    head = train(Options(**{**TINY, "epochs": 1}, recipe="head", out="head", measure_memory=True))
-    assert result.memory_bytes is not None and head.memory_bytes is not None and 0 < head.memory_bytes < result.memory_bytes
+    full, head = (
+        train(Options(**{**TINY, "epochs": 1}, recipe=recipe, out=recipe, measure_memory=True)).memory_bytes
+        for recipe in ("full", "head")
+    )
+    assert full is not None and head is not None and 0 < head < full
 
 
 # ---------------------------------------------------------------- stopped, killed, resumed
 
 
-def command(*flags: str, killed_at: int = 0) -> dict[str, Any] | None:
-    """`pliant train` in a process of its own, as each run of a user is; None if it was killed."""
-    process = [sys.executable, "-c", "from pliant.cli import main; main()", "train", *flags, "--json"]
-    environment = {**os.environ, "TINY_KILLED_AT": str(killed_at), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(process, env=environment, capture_output=True, text=True)
-    assert done.returncode == (-signal.SIGKILL if killed_at else 0), done.stderr
-    return None if killed_at else json.loads(done.stdout)
-
-
-@pytest.mark.parametrize(("recipe", "macs", "exact"), [("full", None, True), ("pliant", "0.8", False)])
-def test_a_run_that_is_killed_in_mid_epoch_resumes_to_the_same_weights(recipe: str, macs: str | None, exact: bool) -> None:
-    flags = [*(flag for flag in FLAGS if exact or flag != "--exact"), "--recipe", recipe, *(["--macs", macs] if macs else [])]
-    whole = command(*flags, "--out", "whole")
-    # The forward passes of a run end with evaluations and steps: counted backwards, this is amid the last epoch.
-    counted: list[int] = []
-    tiny.on_forward(counted.append)
-    train(Options(**{**TINY, "exact": exact}, recipe=recipe, macs=macs, out="counted"))
-    tiny.on_forward(None)
-    command(*flags, "--out", "cut", killed_at=len(counted) - 4)
-    resumed = command("--resume", "--out", "cut")
+def test_a_run_that_is_killed_in_mid_epoch_resumes_to_the_same_weights() -> None:
+    flags = [*(flag for flag in FLAGS if flag != "--exact"), "--recipe=pliant", "--macs=0.8", "--evaluate-every=5", "--json"]
+    environment = {**os.environ, "TINY_KILLED_AFTER": "cut/state.pt", "PYTHONPATH": python_path(os.getcwd())}
+    killed = subprocess.run([*PROCESS, "train", *flags, "--out=cut"], env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    whole, resumed = run(["train", *flags, "--out=whole"]), run(["train", "--resume", "--out=cut", "--json"])
     for name in ("last.safetensors", "best.safetensors"):
         assert Path("cut", name).read_bytes() == Path("whole", name).read_bytes()
-    assert whole is not None and resumed is not None
-    ends = [[(e["step"], e["accuracy"], e["loss"]) for e in one["evaluations"]] for one in (resumed, whole)]
+    ends = [[(e["step"], e["accuracy"], e["loss"]) for e in json.loads(one.stdout)["evaluations"]] for one in (resumed, whole)]
     assert ends[0] == ends[1]
-    at = next(line["step"] for line in runlog.read("cut/run.jsonl") if line["event"] == "resume")
-    assert 0 < at < 21
+    (at,) = [line["step"] for line in runlog.read("cut/run.jsonl") if line["event"] == "resume"]
+    assert 0 < at < 7
 
 
 def test_ctrl_c_before_the_first_step_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,13 +179,8 @@ def test_ctrl_c_before_the_first_step_claims_nothing(monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pliant.session.session.Session.fit", measuring)
-    shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--out", "run"])
-    assert shown.exit_code == 130 and "stopped at once" in shown.output and "is saved" not in shown.output
-
-
-def test_what_cannot_run_here_is_said(tmp_path: Path) -> None:
-    shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--engine", "prefix+graphs", "--out", "run"])
-    assert shown.exit_code == 2 and "captured on CUDA" in " ".join(shown.output.split())
+    shown = run(["train", *FLAGS, "--recipe", "head", "--out", "run"])
+    assert shown.exit_code == 130 and "stopped at once" in text(shown) and "is saved" not in text(shown)
 
 
 def test_images_that_are_not_validated_with_are_trained_on() -> None:
@@ -281,23 +277,21 @@ def test_with_a_time_budget_a_resumed_run_differs_by_nothing_but_what_steps_take
     assert same(weights("cut"), weights("whole"))
 
 
-def test_a_cut_before_the_first_save_resumes_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train(Options(**TINY, recipe="full", out="whole"))
+def test_a_cut_before_the_first_save_resumes_from_the_beginning(whole: Path) -> None:
     (place := Path("cut")).mkdir()
     saved = {name: value for name, value in vars(Options(**TINY, recipe="full")).items() if name not in ("out", "resume")}
     (place / "run.json").write_text(json.dumps({"format": "pliant.run/1", "options": saved}))  # all that was written
-    assert train(Options.of_run("cut")).accuracy == whole.accuracy
+    train(Options.of_run("cut"))
     assert same(weights("cut"), weights("whole"))
 
 
-def test_ctrl_c_saves_after_the_step_and_exits_130() -> None:
-    train(Options(**TINY, recipe="full", out="whole"))
+def test_ctrl_c_saves_after_the_step_and_exits_130(whole: Path) -> None:
     tiny.on_forward(lambda n: signal.raise_signal(signal.SIGINT) if n == 25 else None)  # amid a forward pass
-    shown = run(cli.app, ["train", *FLAGS, "--recipe", "full", "--out", "cut"])
-    assert shown.exit_code == 130 and "--resume" in shown.output, shown.output
+    shown = run(["train", *FLAGS, "--recipe", "full", "--out", "cut"])
+    assert shown.exit_code == 130 and "--resume" in text(shown), shown.output
     tiny.on_forward(None)
-    shown = run(cli.app, ["train", "--resume", "--out", "cut"])
-    assert shown.exit_code == 0 and "resumed at step" in shown.output, shown.output
+    shown = run(["train", "--resume", "--out", "cut"])
+    assert shown.exit_code == 0 and "resumed at step" in text(shown), shown.output
     assert same(weights("cut"), weights("whole"))
 
 
@@ -309,16 +303,14 @@ def test_ctrl_c_before_the_first_step_does_not_wait_and_leaves_nothing() -> None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_run_that_is_over_resumes_to_its_result() -> None:
-    first = train(Options(**TINY, recipe="full", out="run"))
-    before = weights("run")
-    again = train(Options.of_run("run"))
-    assert again.evaluations == first.evaluations and again.seconds == pytest.approx(first.seconds, abs=0.5)
-    assert same(weights("run"), before)
+def test_a_run_that_is_over_resumes_to_its_result(whole: Path) -> None:
+    before, told = weights("whole"), [line for line in runlog.read(whole / "run.jsonl") if line["event"] == "evaluated"]
+    again = train(Options.of_run("whole"))
+    assert [(e.step, e.accuracy) for e in again.evaluations] == [(line["step"], line["accuracy"]) for line in told]
+    assert same(weights("whole"), before)
 
 
-def test_a_torn_log_is_no_obstacle() -> None:
-    train(Options(**TINY, recipe="full", out="whole"))
+def test_a_torn_log_is_no_obstacle(whole: Path) -> None:
     with pytest.raises(RuntimeError):
         train(Options(**TINY, recipe="full", out="cut"), at_step(9, power_cut))
     log = Path("cut/run.jsonl")
@@ -328,30 +320,26 @@ def test_a_torn_log_is_no_obstacle() -> None:
     assert list(runlog.read(log))[-1]["event"] == "end"
 
 
-def test_a_state_that_is_not_whole_is_told() -> None:
-    train(Options(**TINY, recipe="full", out="run"))
-    state = Path("run/state.pt")
+def test_a_damaged_state_is_refused(whole: Path) -> None:
+    state = whole / "state.pt"
     good = state.read_bytes()
     cut = [good[:n] for n in (0, 1, 200, len(good) // 2, len(good) - 1)]
     pickled = good.index(b"param_groups")  # names in its index
     spoilt = [good.replace(b"param_groups", b"param_gruops"), good[:pickled] + bytes(40) + good[pickled + 40 :], b"x" * 500]
     for bad in (*cut, *spoilt):
         state.write_bytes(bad)
-        with pytest.raises(PliantError, match=r"'run' cannot be resumed: .*state\.pt' is (not a|damaged)"):
-            train(Options.of_run("run"))
+        with pytest.raises(PliantError, match=r"'whole' cannot be resumed: .*state\.pt' is (not a|damaged)"):
+            train(Options.of_run("whole"))
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "session", "random", "beside"])
-@pytest.mark.parametrize("spoilt", [None, {}, "text", "gone"])
-def test_a_state_whose_parts_are_not_whole_is_told(part: str, spoilt: Any) -> None:
-    train(Options(**{**TINY, "epochs": 1}, recipe="full", out="run"))
-    held = torch.load("run/state.pt", weights_only=True)
-    held[part] = spoilt
-    if spoilt == "gone":
-        del held[part]
-    torch.save(held, "run/state.pt")
-    with pytest.raises(PliantError, match=r"'run' cannot be resumed: .*(state\.pt'|not the state of)"):
-        train(Options.of_run("run"))
+def test_a_state_with_a_damaged_part_is_refused(part: str, whole: Path) -> None:
+    held = torch.load("whole/state.pt", weights_only=True)
+    for spoilt in (None, {}, "text", "gone"):
+        bad = {**held, part: spoilt} if spoilt != "gone" else {name: value for name, value in held.items() if name != part}
+        torch.save(bad, "whole/state.pt")
+        with pytest.raises(PliantError, match=r"'whole' cannot be resumed: .*(state\.pt'|not the state of)"):
+            train(Options.of_run("whole"))
 
 
 # ---------------------------------------------------------------- worse than before
@@ -361,8 +349,8 @@ def test_what_training_made_worse_is_rolled_back() -> None:
     first = train(Options(**TINY, recipe="full", out="good", lr=0.1))
     assert first.accuracy > 0.8
     bad = {**TINY, "model": "good/last.safetensors", "epochs": 1, "lr": 80.0, "scratch": False, "recipe": "full"}
-    shown = run(cli.app, ["train", *[f"--{k}={v}" if v is not True else f"--{k}" for k, v in bad.items() if v], "--out=bad"])
-    assert shown.exit_code == 0 and "made it worse" in shown.output and "rolled back" in shown.output, shown.output
+    shown = run(["train", *[f"--{k}={v}" if v is not True else f"--{k}" for k, v in bad.items() if v], "--out=bad"])
+    assert shown.exit_code == 0 and "made it worse" in text(shown) and "rolled back" in text(shown), shown.output
     assert same(weights("bad"), weights("good")) and same(weights("bad", "best"), weights("good"))
     kept = train(Options(**bad, out="kept", keep_anyway=True))
     assert not kept.rolled_back and kept.accuracy < first.accuracy and not same(weights("kept"), weights("good"))
@@ -384,14 +372,13 @@ def test_a_loss_that_is_no_number_is_worse_than_any(monkeypatch: pytest.MonkeyPa
 # ---------------------------------------------------------------- folders and disks
 
 
-def test_two_runs_into_one_folder_are_refused() -> None:
-    train(Options(**TINY, recipe="head", out="run"))
-    before = weights("run")
-    shown = run(cli.app, ["train", *FLAGS, "--recipe", "full", "--out", "run"])
-    assert shown.exit_code == 1 and "holds a run already" in shown.output and "--resume" in shown.output
-    with folder.locked(Path("run")), pytest.raises(PliantError, match="another process is at work"):
-        train(Options.of_run("run"))
-    assert same(weights("run"), before)
+def test_two_runs_into_one_folder_are_refused(whole: Path) -> None:
+    before = weights("whole")
+    shown = run(["train", *FLAGS, "--recipe", "full", "--out", "whole"])
+    assert shown.exit_code == 1 and "holds a run already" in text(shown) and "--resume" in text(shown)
+    with folder.locked(whole), pytest.raises(PliantError, match="another process is at work"):
+        train(Options.of_run("whole"))
+    assert same(weights("whole"), before)
 
 
 def test_a_folder_of_other_things_is_left_alone() -> None:
@@ -402,14 +389,7 @@ def test_a_folder_of_other_things_is_left_alone() -> None:
     assert [entry.name for entry in Path("mine").iterdir() if entry.name != ".lock"] == ["thesis.txt"]
 
 
-def test_what_cannot_be_written_is_told() -> None:
-    Path("file").write_text("")
-    shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--out", "file/run"])
-    assert shown.exit_code == 1 and "cannot write into" in shown.output
-
-
-def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    train(Options(**TINY, recipe="full", out="whole"))
+def test_a_full_disk_loses_nothing(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves, real = 0, os.fsync
 
     def fsync(number: int) -> None:
@@ -420,70 +400,25 @@ def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         real(number)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    shown = run(cli.app, ["train", *FLAGS, "--recipe", "full", "--out", "cut"])
-    assert shown.exit_code == 1 and "No space left" in shown.output and "--resume" in shown.output
+    shown = run(["train", *FLAGS, "--recipe", "full", "--out", "cut"])
+    assert shown.exit_code == 1 and "No space left" in text(shown) and "--resume" in text(shown)
     monkeypatch.setattr(os, "fsync", real)
     assert not list(Path("cut").glob("*.tmp")) and not list(Path("cut").glob(".*.tmp"))
     train(Options.of_run("cut"))
     assert same(weights("cut"), weights("whole"))
 
 
-def test_resuming_needs_a_run_and_the_same_options() -> None:
-    shown = run(cli.app, ["train", "--resume"])
-    assert shown.exit_code == 2 and "which run" in shown.output
-    shown = run(cli.app, ["train", "--resume", "--out", "nowhere"])
-    assert shown.exit_code == 1 and "no run in" in shown.output and not Path("nowhere").exists()
-    train(Options(**TINY, recipe="head", out="run"))
-    shown = run(cli.app, ["train", "--resume", "--out", "run", "--recipe", "full"])
-    assert shown.exit_code == 2 and "recipe='head'" in " ".join(shown.output.split())
-    Path("run/run.json").write_text("{}")
-    shown = run(cli.app, ["train", "--resume", "--out", "run"])
-    assert shown.exit_code == 1 and "not what a run" in shown.output
+def test_resuming_needs_a_run_and_the_same_options(whole: Path) -> None:
+    shown = run(["train", "--resume", "--out", "nowhere"])
+    assert shown.exit_code == 1 and "no run in" in text(shown) and not Path("nowhere").exists()
+    shown = run(["train", "--resume", "--out", "whole", "--recipe", "head"])
+    assert shown.exit_code == 2 and "recipe='full'" in text(shown)
+    (whole / "run.json").write_text("{}")
+    shown = run(["train", "--resume", "--out", "whole"])
+    assert shown.exit_code == 1 and "not what a run" in text(shown)
 
 
 # ---------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--recipe", "plaint"], "Did you mean 'pliant'?"),
-        (["--model", "efficientnet_lite"], "Did you mean 'efficientnet_lite0'?"),
-        (["--model", "tiny_net:nett"], "Did you mean 'net'?"),
-        (["--model", "tiny_nett:net"], "no module 'tiny_nett'"),
-        (["--model", "tiny_net:not_a_model"], "not a torch.nn.Module"),
-        (["--model", "tiny_net:ten"], "4 classes need"),
-        (["--model", "nowhere.safetensors"], "nowhere.safetensors"),
-        (["--data", "digit"], "Did you mean 'digits'?"),
-        (["--data", "nowhere.npz"], "no file 'nowhere.npz'"),
-        (["--device", "gpu"], "no device"),
-        (["--engine", "fast"], "engine='fast'"),
-        (["--time", "12parsec"], "not an amount"),
-        (["--recipe", "last", "--memory", "4MB"], "keeps no memory budget"),
-        (["--recipe", "only"], "needs some"),
-        (["--recipe", "only:head.*"], "no unit matches 'head.*'"),
-        (["--batch", "1000"], "more than the"),
-        (["--lr", "-1"], "learning rate"),
-        (["--validation", "0.7"], "validation=0.7"),
-        (["--log-to", "paper"], "tensorboard"),
-    ],
-    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_told_in_a_line_and_leaves_nothing(flags: list[str], said: str) -> None:
-    shown = run(cli.app, ["train", *FLAGS, "--out", "run", *flags])
-    assert shown.exit_code == 2 and said in " ".join(shown.output.split()), shown.output
-    assert not Path("run").exists()
-
-
-@pytest.mark.parametrize("flags", [["--epochs", "0"], ["--batch", "many"], ["--nonsense"], ["--size", "2"]])
-def test_wrong_usage_exits_with_2(flags: list[str]) -> None:
-    assert run(cli.app, ["train", *flags]).exit_code == 2
-
-
-def test_a_budget_below_the_floor_names_it_and_leaves_nothing() -> None:
-    with pytest.raises(BudgetError, match="below the floor"):
-        train(Options(**TINY, recipe="pliant", macs="0.001", out="run"))
-    assert not Path("run").exists()
 
 
 def test_a_budget_just_below_the_floor_is_told_apart_from_it_and_the_floor_works() -> None:
@@ -507,14 +442,14 @@ def test_classes_without_images_to_validate_with_are_named() -> None:
         for i in range(12 if name in ("dark", "light") else 2):  # a fifth of two is none
             Image.new("L", (9, 7), grey + i).save(Path("photos", name, f"{i}.png"))
     flags = ["train", *FLAGS, "--data", "photos", "--batch", "4", "--recipe", "head", "--validation", "0.2"]
-    shown = run(cli.app, [*flags, "--out", "run"])
+    shown = run([*flags, "--out", "run"])
     assert shown.exit_code == 0, shown.output
     said = "warning: no image to validate with of 'odd', 'rare'"
-    assert said in shown.output and "to train on" not in shown.output
+    assert said in text(shown) and "to train on" not in text(shown)
     assert [line["text"] for line in runlog.read("run/run.jsonl") if line["event"] == "note"] == [said]
     assert said in report.text([report.load("run")])
     shutil.rmtree("photos/odd"), shutil.rmtree("photos/rare")
-    assert "warning" not in run(cli.app, [*flags, "--out", "other"]).output
+    assert "warning" not in run([*flags, "--out", "other"]).output
 
 
 # ---------------------------------------------------------------- the roofline
@@ -551,10 +486,9 @@ def test_a_roofline_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(weights("with"), weights("without")) and torch.equal(states["with"], states["without"])
 
 
-def test_where_there_is_no_roofline_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    train(Options(**TINY, recipe="full", out="full"))
+def test_where_there_is_no_roofline_the_report_says_why(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "Roofline: the recipe 'full' needs no seconds, so no layer was timed; `pliant profile` times them."
-    assert said in report.text([report.load("full")])
+    assert said in report.text([report.load("whole")])
 
     def no_peaks(*_: Any) -> None:
         raise ValueError("no clock <here>")
@@ -570,15 +504,13 @@ def test_folders_of_images_are_read_and_what_is_wrong_with_them_is_told() -> Non
         for i in range(12):
             Image.new("L", (9, 7), grey + i).save(Path("photos", name, f"{i}.png"))
     flags = ["train", *FLAGS, "--data", "photos", "--batch", "4", "--recipe", "head"]
-    assert run(cli.app, [*flags, "--out", "run"]).exit_code == 0
+    assert run([*flags, "--out", "run"]).exit_code == 0
     Path("photos/light/3.png").write_bytes(b"not an image")
-    shown = run(cli.app, [*flags, "--out", "corrupt"])
-    assert shown.exit_code == 1 and "cannot be read" in " ".join(shown.output.split())
+    shown = run([*flags, "--out", "corrupt"])
+    assert shown.exit_code == 1 and "cannot be read" in text(shown)
     Path("photos/empty").mkdir()
-    shown = run(cli.app, [*flags, "--out", "empty"])
-    assert shown.exit_code == 1 and "'empty' is empty" in " ".join(shown.output.split())
-    shown = run(cli.app, ["train", *FLAGS, "--data", "missing"])
-    assert shown.exit_code == 2 and "no data 'missing'" in " ".join(shown.output.split())
+    shown = run([*flags, "--out", "empty"])
+    assert shown.exit_code == 1 and "'empty' is empty" in text(shown)
 
 
 # ---------------------------------------------------------------- options in a file, displays, other logs
@@ -587,14 +519,14 @@ def test_folders_of_images_are_read_and_what_is_wrong_with_them_is_told() -> Non
 def test_options_may_stand_in_a_file_and_the_command_line_wins() -> None:
     toml = "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**TINY, "recipe": "full", "evaluate-every": 9}.items())
     Path("options.toml").write_text(toml)
-    shown = run(cli.app, ["train", "--config", "options.toml", "--recipe", "head", "--out", "run", "--json"])
+    shown = run(["train", "--config", "options.toml", "--recipe", "head", "--out", "run", "--json"])
     assert shown.exit_code == 0, shown.output
     options = json.loads(shown.stdout)["options"]
     assert options["recipe"] == "head" and options["evaluate_every"] == 9 and options["batch"] == 8
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("toml", "said"),
     [
         ("reciepe = 'full'", "Did you mean 'recipe'?"),
         ("recipe = ", "cannot be read as TOML"),
@@ -603,14 +535,14 @@ def test_options_may_stand_in_a_file_and_the_command_line_wins() -> None:
         ("recipe = 3", "should be text"),
     ],
 )
-def test_a_bad_file_of_options_is_told(text: str, said: str) -> None:
-    Path("options.toml").write_text(text)
-    shown = run(cli.app, ["train", "--config", "options.toml", "--out", "run"])
-    assert shown.exit_code == 2 and said in " ".join(shown.output.split()), shown.output
+def test_a_bad_file_of_options_is_refused(toml: str, said: str) -> None:
+    Path("options.toml").write_text(toml)
+    shown = run(["train", "--config", "options.toml", "--out", "run"])
+    assert shown.exit_code == 2 and said in text(shown), shown.output
 
 
 def test_lines_tell_of_evaluations_where_there_is_no_terminal() -> None:
-    shown = run(cli.app, ["train", *FLAGS, "--recipe", "pliant", "--macs", "0.9", "--out", "run"])
+    shown = run(["train", *FLAGS, "--recipe", "pliant", "--macs", "0.9", "--out", "run"])
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("step 0/21 · epoch 1/3 · accuracy before training")
     assert [line.split(" · ")[0] for line in lines[1:4]] == ["step 7/21", "step 14/21", "step 21/21"]
@@ -618,7 +550,7 @@ def test_lines_tell_of_evaluations_where_there_is_no_terminal() -> None:
 
 
 def test_a_terminal_shows_a_panel() -> None:
-    console = Console(force_terminal=True, width=70, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(force_terminal=True, width=70, record=True, file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with console.file, live.shown(console) as watch:
         train(Options(**TINY, recipe="head", out="run"), watch)
     text = console.export_text()
@@ -646,11 +578,5 @@ def test_tensorboard_is_written_where_it_is_installed(monkeypatch: pytest.Monkey
     assert {("accuracy/validation", 7), ("loss/train", 3), ("step/units_trained", 21)} <= set(written)
     assert written[-1] == ("closed", -1)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    shown = run(cli.app, ["train", *FLAGS, "--recipe", "head", "--out", "other", "--log-to", "tensorboard"])
-    assert shown.exit_code == 1 and "pliant[tensorboard]" in shown.output and not Path("other").exists()
-
-
-def test_help_has_an_example() -> None:
-    for command in ("train", "compare", "plan", "doctor", "profile"):
-        shown = run(cli.app, [command, "--help"])
-        assert shown.exit_code == 0 and f"Example: pliant {command}" in shown.output
+    shown = run(["train", *FLAGS, "--recipe", "head", "--out", "other", "--log-to", "tensorboard"])
+    assert shown.exit_code == 1 and "pliant[tensorboard]" in text(shown) and not Path("other").exists()

@@ -7,19 +7,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
+import command
 import pytest
 from runlogs import BAD, hostile, train
-from typer.testing import CliRunner
 
-from pliant import PliantError, cli
+from pliant import PliantError
 from pliant.apps import report, watch
 from pliant.apps.report import LogError
 from pliant.session import run_log as runlog
@@ -157,7 +155,7 @@ def test_a_log_that_was_truncated_or_replaced_is_read_anew(run: Path, tmp_path: 
     assert tail.read().notes[-1] == (9, "goes on") and tail.read() == report.load(log)
 
 
-def test_a_second_run_in_the_same_file_takes_over_whatever_was_wrong_before(run: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_file_takes_over_and_a_log_that_was_gone_is_read_again(run: Path, tmp_path: Path) -> None:
     log, first, second = halves(run, tmp_path)
     tail = report.Tail(log)
     tail.read()
@@ -169,17 +167,11 @@ def test_a_second_run_in_the_same_file_takes_over_whatever_was_wrong_before(run:
     with open(log, "ab") as file:
         file.write(first + second)
     assert tail.read() == report.load(log) and tail.read().earlier == 1
-
-
-def test_a_log_that_was_gone_for_a_while_is_read_again(run: Path, tmp_path: Path) -> None:
-    log, first, _ = halves(run, tmp_path)
-    tail = report.Tail(log)
-    before = tail.read()
-    log.unlink()
+    log.unlink()  # gone for a while
     with pytest.raises(LogError, match="cannot be read"):
         tail.read()
     log.write_bytes(first)
-    assert tail.read() == before
+    assert tail.read() == report.load(log)
 
 
 def test_the_page_is_drawn_once_for_all_who_look(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +219,8 @@ def test_only_its_own_name_is_answered(server: ThreadingHTTPServer, host: str) -
     assert get(server, "/", host=f"localhost:{server.server_port}")[0] == 200
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
-def test_it_only_tells(server: ThreadingHTTPServer, method: str) -> None:
-    assert get(server, "/", method)[0] == 501
-
-
-def test_it_listens_on_this_machine_only(server: ThreadingHTTPServer) -> None:
+def test_it_answers_nothing_but_reading_and_listens_on_this_machine_only(server: ThreadingHTTPServer) -> None:
+    assert {get(server, "/", method)[0] for method in ("POST", "PUT", "DELETE", "OPTIONS")} == {501}
     assert server.server_address[0] == "127.0.0.1" and server.socket.family == socket.AF_INET
 
 
@@ -247,24 +235,21 @@ def test_what_cannot_be_watched_is_told(tmp_path: Path, server: ThreadingHTTPSer
         watch.server(tmp_path)
     with pytest.raises(PliantError, match="cannot be had"):
         watch.server(run, server.server_port)
-    shown = CliRunner().invoke(cli.app, ["watch", str(tmp_path)])
-    assert shown.exit_code == 2 and "no run.jsonl" in " ".join(shown.output.split())
-    assert "Example: pliant watch" in CliRunner().invoke(cli.app, ["watch", "--help"]).output
 
 
-def test_ctrl_c_ends_the_command(run: Path) -> None:
-    code = "from pliant.cli import main; main()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, "watch", str(run)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        port = int(line.split("127.0.0.1:")[1].split("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", "/")
-        assert connection.getresponse().status == 200
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.read().strip() == "stopped."
-        assert process.wait(timeout=10) == 0
-        connection.close()
+def test_ctrl_c_ends_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    serve = ThreadingHTTPServer.serve_forever
+
+    def look_and_stop(server: ThreadingHTTPServer) -> None:
+        codes.append(get(server, "/")[0])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def serve_forever(server: ThreadingHTTPServer) -> None:
+        threading.Thread(target=look_and_stop, args=(server,)).start()
+        serve(server)
+
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", serve_forever)
+    shown = command.run(["watch", str(run)])
+    assert codes == [200] and shown.exit_code == 0
+    assert "http://127.0.0.1:" in command.text(shown) and shown.output.splitlines()[-1] == "stopped."

@@ -23,10 +23,12 @@ class Net(nn.Sequential):
     def forward(self, x):
         global calls
         calls += 1
-        if calls == int(os.environ.get("TINY_KILLED_AT", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
         if trouble is not None:
             trouble(calls)
+        elif os.path.exists(os.environ.get("TINY_KILLED_AFTER", "")):  # a step or two after this file was written
+            self.since = getattr(self, "since", 0) + 1
+            if self.since == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
 

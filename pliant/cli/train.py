@@ -26,7 +26,7 @@ def from_toml(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise ImportError("to read TOML, Python 3.10 needs tomli. Run: pip install 'pliant[toml]'", name="tomli") from error
     try:
-        held: dict[str, Any] = toml.loads(path.read_text())
+        held: dict[str, Any] = toml.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise Misused(f"--config: no file {str(path)!r}.") from error
     except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:

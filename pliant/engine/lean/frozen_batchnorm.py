@@ -107,9 +107,9 @@ class _Fused(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return None, ctx.kernels.back(grad, values, *ctx.line, ctx.clip), None, None, None
         scale, shift = (one.view(-1, 1, 1) for one in ctx.line)  # differentiated again
-        back = (grad.float() * scale).to(grad.dtype)
+        back = (grad * scale).to(grad.dtype)  # the scale has single precision at least
         if ctx.clip is not None:
-            (low, high), normed = ctx.clip, (values.float() * scale + shift).to(values.dtype).float()
+            (low, high), normed = ctx.clip, (values * scale + shift).to(values.dtype).to(scale.dtype)
             back = back.masked_fill((normed <= low) | (normed >= high), 0.0)
         return None, back, None, None, None
 

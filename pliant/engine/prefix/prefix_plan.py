@@ -292,7 +292,8 @@ def _norm_scale_and_shift(
     template: tuple[Any, ...], *tensors: torch.Tensor, into: _Into = (None, None)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and shift of a norm."""
-    return _scale_and_shift(torch.float32, None, *_filled_in(template, tensors), into=into[1])
+    norm = _filled_in(template, tensors)
+    return _scale_and_shift(torch.promote_types(norm[1].dtype, torch.float32), None, *norm, into=into[1])
 
 
 def _filled_in(template: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> list[Any]:
