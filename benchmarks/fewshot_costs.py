@@ -89,7 +89,7 @@ def cost_cell(backbone: str, method: str) -> dict[str, Any]:
     if method == "lora":
         net = shared.with_low_rank(net)
     model = fewshot.Prototypes(copy.deepcopy(net)).eval()
-    views = Views(support, 1, net.norm)
+    views = Views(support, 1, net.pixel_stats)
     model.fit_(((x, y) for x, y, _ in views), len(support.classes))
     with Live(CPU) as alone, torch.no_grad():
         model(next(iter(views))[0])

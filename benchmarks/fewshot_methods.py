@@ -122,11 +122,11 @@ def fixed(policy: Policy, net: nn.Module, support: images.ImageSet, pieces: int 
     """
     model, optimizer = prototypes(net)
     device = model.log_scale.device
-    several = Views(support, pieces, net.norm, device=device)
+    several = Views(support, pieces, net.pixel_stats, device=device)
     model.fit_(((x, y) for x, y, _ in several), len(support.classes))
-    one = next(iter(Views(support, 1, net.norm, device=device)))
+    one = next(iter(Views(support, 1, net.pixel_stats, device=device)))
     profile, graph = prices(policy.cost, net, len(support.classes), tuple(one[0].shape))
-    changed = Views(support, pieces, net.norm, fewshot.Augment(), device=device)
+    changed = Views(support, pieces, net.pixel_stats, fewshot.Augment(), device=device)
     candidates = policy.units(graph)
     windows = [in_reach(policy, profile, candidates)]
     values = score.probe(

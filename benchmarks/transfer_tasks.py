@@ -74,7 +74,7 @@ class Backbone:
     weights: str
     build: Callable[[Path, int], nn.Module]
     kind: str  # of its input: images, text or sound
-    norm: images.Norm = (0.0, 1.0)
+    norm: images.PixelStats = (0.0, 1.0)
     pixels: int = 0  # of a side, where nobody says otherwise; and on a CPU
     pixels_cpu: int = 0
     optimizer: str = "sgd"
@@ -82,9 +82,9 @@ class Backbone:
 
 BACKBONES = {
     "mobilenet_v2": Backbone("mobilenetv2_fp16", _mobilenet_v2, "images", IMAGENET, 224, 64),
-    "efficientnet_lite0": Backbone("efficientnet_lite0_fp16", _efficientnet_lite0, "images", models.NORM, 224, 64),
+    "efficientnet_lite0": Backbone("efficientnet_lite0_fp16", _efficientnet_lite0, "images", models.PIXEL_STATS, 224, 64),
     "mcunet": Backbone(
-        "mcunet_5fps_int8", lambda path, classes: models.load(str(path), classes), "images", models.FOLDED_NORM, 128, 64
+        "mcunet_5fps_int8", lambda path, classes: models.load(str(path), classes), "images", models.FOLDED_PIXEL_STATS, 128, 64
     ),
     "minilm": Backbone("minilm_l6_fp16", _minilm, "text", optimizer="adamw"),
     "keywords": Backbone(

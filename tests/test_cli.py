@@ -55,7 +55,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "digits", missing)
     shown = run(cli.app, ["demo"])
     assert shown.exit_code == 1 and "pliant[demo]" in shown.output
-    assert models.NORM  # the library itself is whole without the extra
+    assert models.PIXEL_STATS  # the library itself is whole without the extra
 
 
 @pytest.mark.parametrize("wrong", [["--time", "0"], ["--time", "1.5"], ["--steps", "1"], ["--batch", "2"], ["dance"]])
@@ -98,7 +98,7 @@ MISUSED = [  # an option or argument that is not known, has no such value, or na
     ([*TRAIN, "--recipe", "plaint"], "Did you mean 'pliant'?"),
     ([*TRAIN, "--recipe", "only:nose.*"], "no unit matches 'nose.*'"),
     ([*TRAIN, "--time", "12parsec"], "not an amount"),
-    ([*TRAIN, "--device", "gpu"], "no device"),
+    ([*TRAIN, "--device", "gpu"], "not a device"),
     ([*TRAIN, "--engine", "fast"], "engine='fast'"),
     ([*TRAIN, "--model", "no_such_module:net"], "no module 'no_such_module'"),
     ([*TRAIN, "--data", "nowhere"], "no data 'nowhere'"),
@@ -111,20 +111,20 @@ MISUSED = [  # an option or argument that is not known, has no such value, or na
     ([*PLAN, "--time", "0"], "neither a share"),
     ([*PLAN, "--lr", "-1"], "learning rate"),
     ([*PLAN, "--engine", "fast"], "engine='fast'"),
-    ([*PLAN, "--device", "gpu"], "no device"),
+    ([*PLAN, "--device", "gpu"], "not a device"),
     ([*PLAN, "--data", "nowhere.npz"], "no file 'nowhere.npz'"),
     (["plan", "no_such_model", *TINY], "no model 'no_such_model'"),
     ([*COMPARE, "--recipe", "plaint"], "Did you mean 'pliant'?"),
     ([*COMPARE, "--recipe", "last", "--time", "half"], "not an amount"),
     ([*COMPARE, "--engine", "fast"], "engine='fast'"),
-    ([*COMPARE, "--device", "gpu"], "no device"),
+    ([*COMPARE, "--device", "gpu"], "not a device"),
     ([*COMPARE, "--model", "tiny_net:nett"], "Did you mean 'net'?"),
     ([*COMPARE, "--data", "nowhere"], "no data 'nowhere'"),
     ([*COMPARE, "--data", "nowhere.npz"], "no file 'nowhere.npz'"),
     (["profile", "nonsense"], "MODEL: no model 'nonsense'"),
     (["profile", "no_such_module:net"], "no module 'no_such_module'"),
-    (["profile", tiny.MODEL, "--shape", "3x3xbig"], "--shape: '3x3xbig' is no shape"),
-    (["profile", tiny.MODEL, "--device", "gpu"], "device='gpu' is no device"),
+    (["profile", tiny.MODEL, "--shape", "3x3xbig"], "--shape: '3x3xbig' is not a shape"),
+    (["profile", tiny.MODEL, "--device", "gpu"], "device='gpu' is not a device"),
     (["doctor", "--peaks=maybe"], "--peaks"),
     (["report"], "RUN"),
     (["report", "nowhere"], "RUN: there is no 'nowhere'"),
@@ -135,7 +135,7 @@ MISUSED = [  # an option or argument that is not known, has no such value, or na
     ([*ADAPT, "--support", "nowhere"], "--support: 'nowhere' is not there"),
     ([*ADAPT, "--query", "nowhere"], "--query: 'nowhere' is not there"),
     ([*ADAPT, "--memory", "lots"], "--memory, --macs: memory='lots' is not an amount"),
-    ([*ADAPT, "--device", "gpu"], "device='gpu' is no device"),
+    ([*ADAPT, "--device", "gpu"], "device='gpu' is not a device"),
     ([*ADAPT, "--backbone", "no.safetensors"], "--backbone: no file"),
     (["meta-train", "nowhere", *META[2:]], "SOURCE: 'nowhere' is not there"),
     ([*META, "--backbone", "mcunet"], "--backbone: no model 'mcunet'"),
@@ -184,12 +184,12 @@ def test_a_run_of_meta_training_goes_on_with_as_many_images_to_a_task(world: Pat
         (world / "few" / name).mkdir()
         for i in range(2):
             Image.new("RGB", (8, 8), (50 * i, ord(name), 20)).save(world / "few" / name / f"{i}.png")
-    stop = "from pliant.apps.fewshot import meta; from pliant.cli import main\nkeep = meta._keep\n"
-    stop += "def once(*of): keep(*of); raise KeyboardInterrupt\nmeta._keep = once; main()"
+    stop = "from pliant.apps.fewshot import meta; from pliant.cli import main\nkeep = meta._MetaRun.save\n"
+    stop += "def once(*of): keep(*of); raise KeyboardInterrupt\nmeta._MetaRun.save = once; main()"
     cut = subprocess.run([sys.executable, "-c", stop, *META, "--support", "20"], capture_output=True, text=True)
-    assert cut.returncode == 130 and "go on with --resume" in cut.stdout, cut.stderr
+    assert cut.returncode == 130 and "continue with --resume" in cut.stdout, cut.stderr
     shown = run(cli.app, [*META, "--support", "30", "--resume"], env={"COLUMNS": "300"})
-    assert shown.exit_code == 2 and "is of a run with 20, and 30 was given. Go on with --support 20." in shown.output
+    assert shown.exit_code == 2 and "is of a run with 20, and 30 was given. Continue with --support 20." in shown.output
 
 
 @pytest.mark.parametrize("module", ["pliant.apps.tasks", "pliant.cli.watch", "pliant.apps.train.run"])

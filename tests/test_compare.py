@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from pliant import PliantError, cli
 from pliant.apps import compare
-from pliant.apps.compare import Cell, Row, cells, front, summary
+from pliant.apps.compare import Cell, CellResult, cells, front, summary
 from pliant.apps.train import Options, train
 from pliant.cost.peaks import Peaks
 
@@ -69,7 +69,7 @@ def test_every_recipe_runs_with_the_budgets_that_it_keeps() -> None:
     ("recipes", "budgets", "said"),
     [
         (["plaint"], [("time", "0.5")], "Did you mean 'pliant'"),
-        (["last"], [("memory", "1MB")], "keeps time"),
+        (["last"], [("memory", "1MB")], "budget of time"),
         (["last"], [("time", "half")], "not an amount"),
         ([], [], "nothing to compare"),
     ],
@@ -90,11 +90,11 @@ def test_a_cells_options_become_the_command_line_that_makes_them() -> None:
 
 def test_lines_hold_means_over_seeds_and_times_to_the_reference() -> None:
     rows = [
-        Row(Cell("full", "", "", 0), result(0.8, 10.0, ((4.0, 0.5),))),
-        Row(Cell("full", "", "", 1), result(0.6, 12.0)),
-        Row(Cell("last", "time", "0.5", 0), result(0.9, 6.0, ((3.0, 0.75),))),
-        Row(Cell("last", "time", "0.5", 1), result(0.5, 6.0)),
-        Row(Cell("head", "", "", 0), None, "it broke"),
+        CellResult(Cell("full", "", "", 0), result(0.8, 10.0, ((4.0, 0.5),))),
+        CellResult(Cell("full", "", "", 1), result(0.6, 12.0)),
+        CellResult(Cell("last", "time", "0.5", 0), result(0.9, 6.0, ((3.0, 0.75),))),
+        CellResult(Cell("last", "time", "0.5", 1), result(0.5, 6.0)),
+        CellResult(Cell("head", "", "", 0), None, "it broke"),
     ]
     found = summary(rows)
     full, last, head = found.lines
@@ -109,7 +109,7 @@ def test_lines_hold_means_over_seeds_and_times_to_the_reference() -> None:
 
 
 def test_without_full_there_is_no_reference() -> None:
-    found = summary([Row(Cell("head", "", "", 0), result(0.5, 1.0))])
+    found = summary([CellResult(Cell("head", "", "", 0), result(0.5, 1.0))])
     assert found.reference is None and found.lines[0].to_reference is None
 
 
@@ -127,7 +127,7 @@ def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
 def test_a_comparison_runs_goes_on_and_records_what_fails(place: Path) -> None:
     made = cells(["full", "pliant"], [("macs", "0.9"), ("macs", "0.001")], [0])
     told: list[str] = []
-    found = compare.compare(BASE, made, "out", jobs=2, watch=lambda row, done, of: told.append(f"{done}/{of}"))
+    found = compare.compare(BASE, made, "out", jobs=2, on_row=lambda row, done, of: told.append(f"{done}/{of}"))
     full, fits, fails = found.rows
     assert full.result is not None and fits.result is not None and told == ["1/3", "2/3", "3/3"]
     assert (
@@ -148,7 +148,7 @@ def test_a_comparison_runs_goes_on_and_records_what_fails(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"model": "tiny_net:ten"}, "4 classes need"), ({"data": "nowhere"}, "no data"), ({"device": "gpu"}, "is no device")],
+    [({"model": "tiny_net:ten"}, "4 classes need"), ({"data": "nowhere"}, "no data"), ({"device": "gpu"}, "is not a device")],
 )
 def test_what_every_cell_would_stumble_over_is_told_before_any_begins(place: Path, wrong: dict[str, str], said: str) -> None:
     with pytest.raises(PliantError, match=said):
@@ -185,10 +185,10 @@ def test_a_cell_that_was_cut_off_is_resumed(place: Path, monkeypatch: pytest.Mon
 def test_the_command_prints_a_table_and_json(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(place), *sys.path])
 
-    def ran(self: Any, where: Path, cell: Cell, base: Options) -> Row:
+    def ran(self: Any, where: Path, cell: Cell, base: Options) -> CellResult:
         if cell.recipe == "head":
-            return Row(cell, None, "no reason")
-        return Row(cell, result(0.9 if cell.recipe == "last" else 0.8, 5.0 - cell.seed))
+            return CellResult(cell, None, "no reason")
+        return CellResult(cell, result(0.9 if cell.recipe == "last" else 0.8, 5.0 - cell.seed))
 
     monkeypatch.setattr(compare._Running, "run", ran)
     flags = ["compare", "--recipe", "full", "--recipe", "last", "--recipe", "head", "--time", "0.5", "--out", "out"]

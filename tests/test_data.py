@@ -19,9 +19,9 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pliant.apps import data
 from pliant.apps.data.digits import Digits, Split, batches, digits
-from pliant.apps.models import NORM
+from pliant.apps.models import PIXEL_STATS
+from pliant.runtime import sample_ids
 from pliant.runtime.sample_ids import ids_of, with_ids
 
 
@@ -45,7 +45,7 @@ def test_shapes_and_types(small: Digits) -> None:
 
 
 def test_normalised_for_the_backbone(small: Digits) -> None:
-    mean, std = NORM
+    mean, std = PIXEL_STATS
     assert small.train.images.min().item() == pytest.approx((0 - mean) / std)
     assert small.train.images.max().item() <= (1 - mean) / std + 1e-6
     assert torch.equal(small.train.images[:, 0], small.train.images[:, 2])
@@ -191,10 +191,10 @@ def test_items_and_batches_are_what_they_were_and_carry_ids(structure: str) -> N
         for again in (pickle.loads(pickle.dumps(value)), copy.copy(value), copy.deepcopy(value)):
             assert flat(again) == flat(value)
             assert ids_of(again) == ids_of(value)
-    without = default_collate([data._plain(item) for item in items])
+    without = default_collate([sample_ids._plain(item) for item in items])
     assert ids_of(without) is None
     assert isinstance(batch, type(without))
-    assert flat(batch) == flat(without) == flat(default_collate([data._plain(wrapped[index]) for index in (4, 1)]))
+    assert flat(batch) == flat(without) == flat(default_collate([sample_ids._plain(wrapped[index]) for index in (4, 1)]))
     assert ids_of(plain[0]) is None
 
 

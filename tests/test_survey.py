@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from zoo import fingerprint
 
 from pliant import Unit, measure, recipes, units
-from pliant.apps.layer_report import survey
+from pliant.apps.layer_report import layer_report
 from pliant.apps.models import load
 from pliant.cli import app
 from pliant.cost.peaks import Peaks, roof_seconds, rows
@@ -61,7 +61,7 @@ def test_a_survey_leaves_no_trace_and_tells_every_layer() -> None:
     model, x = net(), torch.randn(*IMAGES)
     optimizer = sgd(model)
     before = fingerprint(model, optimizer)
-    found = survey(model, optimizer, square, x, peaks_of=TOY)
+    found = layer_report(model, optimizer, square, x, peaks_of=TOY)
     assert fingerprint(model, optimizer) == before
     assert [unit.name for unit in found.units] == ["4", "0"] == [row.name for row in found.rows]
     console = Console(width=100, record=True, file=io.StringIO())
@@ -75,7 +75,7 @@ def test_a_survey_leaves_no_trace_and_tells_every_layer() -> None:
 
 def test_units_of_another_kind_can_be_asked_for() -> None:
     model, x = net(), torch.randn(*IMAGES)
-    found = survey(model, sgd(model), square, x, units.tensors(), peaks_of=TOY)
+    found = layer_report(model, sgd(model), square, x, units.tensors(), peaks_of=TOY)
     assert len(found.units) == 6
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from pliant import Policy, Session, recipes, schedule
 from pliant.apps import data, report
-from pliant.apps.layer_report import survey
+from pliant.apps.layer_report import layer_report
 from pliant.apps.models import efficientnet_lite0
 from pliant.session import run_log as runlog
 
@@ -59,7 +59,7 @@ def train(folder: Path, policy: Policy) -> None:
             if number % 20 == 0:
                 evaluate(model, small, number, log)
     if policy.name == "pliant":
-        found = survey(model, optimizer, loss, batches[0])
+        found = layer_report(model, optimizer, loss, batches[0])
         runlog.append(log, [{"event": "roofline", **found.to_json()}])
 
 

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pliant.apps.report import figures, tables
 from pliant.apps.report.figures import Points, Series
 from pliant.apps.report.run import Round, Run, blocks
-from pliant.core import text as markup
+from pliant.core import text
 from pliant.core.text import Html, Table, join, tag
 from pliant.cost.peaks import svg_plot
 
@@ -121,21 +121,21 @@ def _step_tile(run: Run) -> Tile:
     if step is None:
         return ()
     if not full:
-        return "Median step", markup.seconds(step), "measured"
+        return "Median step", text.seconds(step), "measured"
     asked = run.chosen[-1].selection.asked.get("seconds") if run.chosen else None
-    promise = f"asked {markup.share(asked / full)}; " if asked is not None else ""
-    return "Median step", markup.share(step / full), "of a full step", f"{promise}{markup.seconds(step)}"
+    promise = f"asked {text.share(asked / full)}; " if asked is not None else ""
+    return "Median step", text.share(step / full), "of a full step", f"{promise}{text.seconds(step)}"
 
 
 def _memory_tile(run: Run) -> Tile:
     if not run.chosen or not run.full.bytes:
         return ()
     peak, asked = run.bytes, run.chosen[-1].selection.asked.get("bytes")
-    promise = f"asked {markup.size(asked)}" if asked is not None else ""
+    promise = f"asked {text.size(asked)}" if asked is not None else ""
     if peak is None:
         predicted = max(each.selection.cost.bytes for each in run.chosen)
-        return "Training memory", markup.size(predicted), "predicted, not measured", promise
-    return "Training memory", markup.size(peak), "measured", promise
+        return "Training memory", text.size(predicted), "predicted, not measured", promise
+    return "Training memory", text.size(peak), "measured", promise
 
 
 def _accuracy_tile(run: Run) -> Tile:
@@ -143,8 +143,8 @@ def _accuracy_tile(run: Run) -> Tile:
     if score is None:
         return ()
     first = next(each for each in run.evaluations if each.split == score.split)
-    since = f"{markup.percent(first.accuracy)} at step {first.step}" if first is not score else ""
-    return "Accuracy", markup.percent(score.accuracy), f"{score.split}, step {score.step}", since
+    since = f"{text.percent(first.accuracy)} at step {first.step}" if first is not score else ""
+    return "Accuracy", text.percent(score.accuracy), f"{score.split}, step {score.step}", since
 
 
 def _trained_tile(run: Run) -> Tile:
@@ -182,7 +182,7 @@ def _promise(run: Run, resource: str) -> Html:
     name, write = tables.RESOURCES[resource]
     title = f"{name.capitalize()} as a share of a full step ({write(full)})" if full else f"{name.capitalize()} per step"
     label = f"{title}, over the steps of the run: {', '.join(s.name for s in series if s.points)}"
-    return _figure(title, figures.chart(label, series, markup.number if full else write, 0.0), tables.promises(run, resource))
+    return _figure(title, figures.chart(label, series, text.number if full else write, 0.0), tables.promises(run, resource))
 
 
 def _learning(run: Run) -> Html:
@@ -190,15 +190,15 @@ def _learning(run: Run) -> Html:
     smooth: Points = figures.smoothed(losses, _SMOOTH)
     loss = [Series(f"mean of {_SMOOTH}", smooth, "line", "measured")]
     loss.insert(0, Series("each step", losses, "dots" if smooth else "line", "each" if smooth else "measured"))
-    told = f"training loss, from {markup.number(losses[0][1])} to {markup.number(losses[-1][1])}" if losses else ""
+    told = f"training loss, from {text.number(losses[0][1])} to {text.number(losses[-1][1])}" if losses else ""
     splits = dict.fromkeys(each.split for each in run.evaluations)
     accuracy = []
     for split, look in zip(splits, ("measured", "predicted", "asked"), strict=False):
         points = [(e.step, e.accuracy) for e in run.evaluations if e.split == split and e.accuracy is not None]
         accuracy.append(Series(split, points, "line", look))
-    said = "; ".join(f"{s.name} accuracy, {markup.percent(s.points[-1][1])} at the end" for s in accuracy if s.points)
+    said = "; ".join(f"{s.name} accuracy, {text.percent(s.points[-1][1])} at the end" for s in accuracy if s.points)
     drawn = _pair(
-        _figure("Training loss", figures.chart(told, loss, markup.number), tables.learning(run)),
+        _figure("Training loss", figures.chart(told, loss, text.number), tables.learning(run)),
         _figure("Accuracy", figures.chart(said, accuracy, lambda share: f"{100 * share:g} %"), tables.evaluations(run)),
     )
     return _section("Learning", "Loss of every step, and accuracy wherever the model was evaluated.", drawn)
@@ -265,7 +265,7 @@ def _cell(round: Round, unit: str) -> Html:
     return tag(
         "td",
         tag("i"),
-        tag("span", f"{markup.number(value)}, {state}", class_="sr"),
+        tag("span", f"{text.number(value)}, {state}", class_="sr"),
         class_=shade(round, unit),
         role="gridcell",
         tabindex="-1",
@@ -280,11 +280,9 @@ def _alone(run: Run, unit: str) -> str | None:
     cost, full = run.start.costs.get(unit), run.full
     if cost is None:
         return None
-    amounts = (
-        [markup.seconds(cost.seconds), f"{markup.share(cost.seconds / full.seconds)} of a full step"] if full.seconds else []
-    )
-    amounts += [markup.size(cost.bytes)] if full.bytes else []
-    return ", ".join([*amounts, markup.macs(cost.macs)] if full.macs else amounts)
+    amounts = [text.seconds(cost.seconds), f"{text.share(cost.seconds / full.seconds)} of a full step"] if full.seconds else []
+    amounts += [text.size(cost.bytes)] if full.bytes else []
+    return ", ".join([*amounts, text.macs(cost.macs)] if full.macs else amounts)
 
 
 def _strip(run: Run) -> Html:
@@ -360,7 +358,7 @@ def _comparison(runs: Sequence[Run]) -> Html:
         if run.accuracy is not None and run.accuracy.accuracy is not None:
             places[i] = len(points)
             points.append((run.name, run.seconds, run.accuracy.accuracy))
-    label = "; ".join(f"{name}: {markup.percent(share)} in {markup.seconds(took)}" for name, took, share in points)
+    label = "; ".join(f"{name}: {text.percent(share)} in {text.seconds(took)}" for name, took, share in points)
     title, front = "Accuracy against training time", [places[i] for i in tables.front(runs)]
     plot = join([tag("h4", title), figures.scatter(f"{title}. {label}", points, front)]) if points else Html()
     missing = ", ".join(run.name for i, run in enumerate(runs) if i not in places)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pliant.apps.report.run import Chosen, Roof, Run
-from pliant.core import text as markup
+from pliant.core import text
 from pliant.core.text import NOTHING, Table
 from pliant.core.types import Cost
 
 # resource → how a budget calls it, and how its amounts are written
 RESOURCES: dict[str, tuple[str, Callable[[float | None], str]]] = {
-    "seconds": ("time", markup.seconds),
-    "bytes": ("memory", markup.size),
-    "macs": ("compute", markup.macs),
-    "joules": ("energy", markup.joules),
+    "seconds": ("time", text.seconds),
+    "bytes": ("memory", text.size),
+    "macs": ("compute", text.macs),
+    "joules": ("energy", text.joules),
 }
 PARTS = ("forward", "dX", "dW", "optimizer")
 
@@ -30,7 +30,7 @@ def facts(run: Run) -> Table:
     names = {"policy": "recipe", "when": "chooses", "torch": "PyTorch", "pliant": "Pliant", "taken": "measured at"}
     rows = [(names.get(key, key), value) for key, value in run.start.facts.items() if value]
     rows += [("units", str(len(run.units))), ("rounds", str(len(run.rounds))), ("steps", str(len(run.steps)))]
-    rows += [("process memory", markup.size(run.resident))] if run.resident is not None else []
+    rows += [("process memory", text.size(run.resident))] if run.resident is not None else []
     return Table("About this run", ("", ""), [*rows, ("state", state(run))], words=2)
 
 
@@ -61,7 +61,7 @@ def promises(run: Run, resource: str) -> Table:
     full = getattr(run.full, resource) or 0.0
 
     def cells(amount: float | None) -> tuple[str, str]:
-        return write(amount), markup.share(amount / full if amount is not None and full else None)
+        return write(amount), text.share(amount / full if amount is not None and full else None)
 
     rows = []
     for i, each in enumerate(run.chosen):
@@ -79,13 +79,13 @@ def learning(run: Run) -> Table:
     rows = []
     for round in run.rounds:
         losses = [step.loss for each in round.chosen for step in each.steps if step.loss is not None]
-        ends = [markup.number(losses[0]), markup.number(losses[-1])] if losses else [NOTHING, NOTHING]
+        ends = [text.number(losses[0]), text.number(losses[-1])] if losses else [NOTHING, NOTHING]
         rows.append((str(round.number), str(round.steps), *ends))
     return Table("Loss in each round", ("round", "steps", "first loss", "last loss"), rows)
 
 
 def evaluations(run: Run) -> Table:
-    rows = [(str(e.step), e.split, markup.percent(e.accuracy), markup.number(e.loss)) for e in run.evaluations]
+    rows = [(str(e.step), e.split, text.percent(e.accuracy), text.number(e.loss)) for e in run.evaluations]
     return Table("Accuracy", ("step", "split", "accuracy", "loss"), rows, words=2)
 
 
@@ -95,9 +95,9 @@ def units(run: Run) -> Table:
     full = run.full
     for name in run.units:
         cost, value = run.start.costs.get(name), run.rounds[-1].value(name) if run.rounds else None
-        alone = markup.share(cost.seconds / full.seconds) if cost and full.seconds else NOTHING
-        amounts = (markup.seconds(cost.seconds), alone, markup.size(cost.bytes)) if cost else (NOTHING,) * 3
-        rows.append((name, markup.number(value), *amounts, markup.percent(run.trained(name))))
+        alone = text.share(cost.seconds / full.seconds) if cost and full.seconds else NOTHING
+        amounts = (text.seconds(cost.seconds), alone, text.size(cost.bytes)) if cost else (NOTHING,) * 3
+        rows.append((name, text.number(value), *amounts, text.percent(run.trained(name))))
     columns = ("unit", "last value", "step with it alone", "share of full", "its memory", "of steps trained")
     return Table("Units from input to output", columns, rows)
 
@@ -129,7 +129,7 @@ def roofline(roof: Roof) -> Table:
     rows = []
     for row in roof.rows:
         bound = row.bound(roof.peaks)
-        rows.append((row.name, bound, markup.seconds(row.seconds), markup.number(row.intensity), markup.number(row.rate / 1e9)))
+        rows.append((row.name, bound, text.seconds(row.seconds), text.number(row.intensity), text.number(row.rate / 1e9)))
     return Table("Roofline of the backward pass", ("unit", "bound by", "time", "FLOP/byte", "GFLOP/s"), rows, words=2)
 
 
@@ -143,11 +143,11 @@ def comparison(runs: Sequence[Run]) -> Table:
             (
                 f"{run.name} ★" if i in best else run.name,
                 run.start.facts.get("policy", NOTHING),
-                f"{markup.percent(score.accuracy)} {score.split}" if score else NOTHING,
-                markup.seconds(run.seconds),
-                markup.seconds(median),
-                markup.share(median / full if median is not None and full else None),
-                markup.size(run.bytes),
+                f"{text.percent(score.accuracy)} {score.split}" if score else NOTHING,
+                text.seconds(run.seconds),
+                text.seconds(median),
+                text.share(median / full if median is not None and full else None),
+                text.size(run.bytes),
                 str(len(run.steps)),
             )
         )
@@ -215,9 +215,9 @@ def gaps(run: Run) -> list[str]:
 
 def strip(run: Run) -> str:
     """The selection map in characters: a line for each unit from the input to the loss, a column for each round."""
-    width = max(len(markup.plain(name)) for name in run.units) if run.units else 0
+    width = max(len(text.plain(name)) for name in run.units) if run.units else 0
     lines = [
-        f"{markup.plain(name).ljust(width)}  {''.join('·░▒▓█'[-int(-4 * round.trained(name) // 1)] for round in run.rounds)}"
+        f"{text.plain(name).ljust(width)}  {''.join('·░▒▓█'[-int(-4 * round.trained(name) // 1)] for round in run.rounds)}"
         for name in run.units
     ]
     return "\n".join([*lines, "", "█ trained in all steps of a round, ▓▒░ in some, · in none"])
