@@ -451,7 +451,7 @@ def test_a_run_that_has_not_chosen_yet_is_one_all_the_same(tmp_path: Path) -> No
     log = tmp_path / "run.jsonl"
     log.write_text('{"event": "evaluated", "step": 0, "accuracy": 0.1, "loss": 2.3}\n{"event": "start", "units"')
     shown = run_cli(cli.app, ["report", str(tmp_path)])
-    assert shown.exit_code == 1 and "told too little yet" in " ".join(shown.output.split())
+    assert shown.exit_code == 1 and "logged too little" in " ".join(shown.output.split())
     log.write_bytes(b"PK\x03\x04\x80\x81\n")
     shown = run_cli(cli.app, ["report", str(tmp_path)])
     assert shown.exit_code == 1 and "holds no text" in " ".join(shown.output.split())

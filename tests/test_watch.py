@@ -184,7 +184,7 @@ def test_a_log_that_was_gone_for_a_while_is_read_again(run: Path, tmp_path: Path
 
 def test_the_page_is_drawn_once_for_all_who_look(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, _, second = halves(run, tmp_path)
-    live, draw, times = watch.Live(log), report.body, list[int]()
+    live, draw, times = watch.LivePage(log), report.body, list[int]()
     monkeypatch.setattr(report, "body", lambda runs: times.append(1) or draw(runs))
     one, two = live.news(""), live.news("")
     assert one["main"] == two["main"] and len(times) == 1
@@ -245,7 +245,7 @@ def test_what_a_log_says_is_escaped(run: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_watched_is_told(tmp_path: Path, server: ThreadingHTTPServer, run: Path) -> None:
     with pytest.raises(LogError, match="no run"):
         watch.server(tmp_path)
-    with pytest.raises(PliantError, match="cannot be had"):
+    with pytest.raises(PliantError, match="cannot use port"):
         watch.server(run, server.server_port)
     shown = CliRunner().invoke(cli.app, ["watch", str(tmp_path)])
     assert shown.exit_code == 2 and "no run.jsonl" in " ".join(shown.output.split())

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pliant.apps import run_folder, tasks
+from pliant.apps.pareto import front
 from pliant.apps.tasks import TaskError
 from pliant.apps.train import Options, load_task
 from pliant.cost import peaks
@@ -320,13 +321,3 @@ def _mean(values: Iterable[float | None]) -> float | None:
     """The mean, or None if any value is unknown."""
     known = list(values)
     return fmean(value for value in known if value is not None) if known and None not in known else None
-
-
-def front(points: Sequence[tuple[float | None, float | None]]) -> set[int]:
-    """The Pareto front: positions of the (cost, gain) that no other one beats. An unknown value is never on it.
-
-    >>> sorted(front([(1.0, 0.5), (2.0, 0.9), (3.0, 0.8), (2.0, None)]))
-    [0, 1]
-    """
-    known = [(i, cost, gain) for i, (cost, gain) in enumerate(points) if cost is not None and gain is not None]
-    return {i for i, cost, gain in known if not any(c <= cost and g >= gain and (c, g) != (cost, gain) for _, c, g in known)}

@@ -1,4 +1,4 @@
-"""Run log → what people read: one self-contained HTML page, Markdown, or plain text.
+"""Run logs as one self-contained HTML page, Markdown, or plain text.
 
 >>> from pliant import report
 >>> runs = [report.load("run.jsonl")]      # doctest: +SKIP
@@ -19,7 +19,7 @@ __all__ = ["LogError", "Run", "Tail", "body", "load", "log_of", "markdown", "nam
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """The report in Markdown: the same tables, the map in characters."""
+    """The report in Markdown: the same tables, with the selection map in characters."""
     out = [] if len(runs) == 1 else ["# Runs side by side", tables.comparison(runs).markdown()]
     for run in runs:
         out.append(f"# {in_markdown(run.name)}")
@@ -36,7 +36,7 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def text(runs: Sequence[Run]) -> str:
-    """The report in plain characters, for a terminal."""
+    """The report as plain text, for a terminal."""
     out = [] if len(runs) == 1 else [tables.comparison(runs).title, tables.comparison(runs).text()]
     for run in runs:
         name = plain(run.name)
