@@ -104,18 +104,18 @@ def _devices(devices: Sequence[torch.device]) -> list[Finding]:
     found = []
     for device in devices:
         if device.type == "cpu":
-            said = f"{_model(device)}, {threads} of {cores} cores as threads"
+            detail = f"{_model(device)}, {threads} of {cores} cores as threads"
         else:
             about = torch.cuda.get_device_properties(device)
-            said = (
+            detail = (
                 f"{device_name(device)}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
             )
-        found.append(Finding("devices", str(device), "there", said))
+        found.append(Finding("devices", str(device), "there", detail))
     if len(devices) == 1:
         built = torch.version.cuda
-        said = f"torch is built for CUDA {built} and sees no GPU" if built else "torch is built without CUDA"
+        detail = f"torch is built for CUDA {built} and sees no GPU" if built else "torch is built without CUDA"
         remedy = "check the driver: nvidia-smi" if built else "if there is an NVIDIA GPU here: install torch with CUDA"
-        found.append(Finding("devices", "cuda", "missing", said, remedy))
+        found.append(Finding("devices", "cuda", "missing", detail, remedy))
     return found
 
 
@@ -142,8 +142,8 @@ def _measures(devices: Sequence[torch.device]) -> list[Finding]:
     clock = "CPU time of one thread" if threads == 1 else f"wall time, because there are {threads} threads"
     remedy = "" if threads == 1 else "on a shared machine, measurements are steadier with OMP_NUM_THREADS=1"
     found = [Finding("measures", "time", "there", clock + ("; on CUDA, events" if len(devices) > 1 else ""), remedy)]
-    tells = resident() is not None
-    process = "; memory of the process" if tells else "; the memory of the process is not known here"
+    known = resident() is not None
+    process = "; memory of the process" if known else "; the memory of the process is not known here"
     found.append(Finding("measures", "memory", "there", f"every tensor of a step{process}"))
     for device in devices:
         meter = energy.meter(device)
@@ -178,5 +178,7 @@ def _version(module: str) -> str | None:
 
 def _peaks(device: torch.device) -> Finding:
     found = measured_peaks(device, again=True)
-    said = f"{found.flops / 1e9:.4g} GFLOP/s, {found.bandwidth / 1e9:.4g} GB/s, ridge at {found.ridge:.3g} FLOP/byte (float32)"
-    return Finding("peaks", str(device), "there", said)
+    detail = (
+        f"{found.flops / 1e9:.4g} GFLOP/s, {found.bandwidth / 1e9:.4g} GB/s, ridge at {found.ridge:.3g} FLOP/byte (float32)"
+    )
+    return Finding("peaks", str(device), "there", detail)

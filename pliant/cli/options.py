@@ -25,7 +25,8 @@ def train_options(*names: str, **defaults: Any) -> Callable[[Callable[..., None]
     options that the user gave, and the other defaults.
     """
     unknown = {*names, *defaults} - {field.name for field in fields(Options)}
-    assert not unknown, unknown
+    if unknown:
+        raise ValueError(f"Options has no field {sorted(unknown)[0]!r}.")
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)

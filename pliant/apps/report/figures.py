@@ -115,7 +115,7 @@ def scatter(label: str, points: Sequence[tuple[str, float, float]], front: Seque
     dots = []
     for i, (name, x, y) in enumerate(points):
         across, down = at(x, y)
-        style = f"dot {'best ' * (i in front)}{'left' if across > 0.6 else 'right'}"  # the name stands beside the line
+        style = f"dot {'best ' * (i in front)}{'left' if across > 0.6 else 'right'}"  # the name is beside the line
         dots.append(Dot(name, style, f"{across:.2%}", f"{down:.2%}"))
     below = ("0", "training time", seconds(widest))
     return Chart(label, lines, _marks(marks, lambda share: f"{100 * share:g} %"), below, dots=tuple(dots))

@@ -110,7 +110,7 @@ def named(runs: Iterable[Run]) -> list[Run]:
 
 
 def parse(lines: Iterable[Any], name: str, where: str = "the log") -> Run:
-    """The run that these lines tell of: the last one, where several stand in one file."""
+    """The run that these lines describe; the last one if there are several."""
     collected = Lines(where)
     for line in lines:
         collected.see(line)
