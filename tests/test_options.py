@@ -13,7 +13,6 @@ from pliant import cli
 from pliant.apps.train import Options
 from pliant.cli.options import Given, train_options
 
-
 run = CliRunner().invoke
 
 
@@ -29,7 +28,7 @@ def test_every_field_is_an_option_of_train() -> None:
         option = found[field.name]
         assert option.opts == [f"--{field.name.replace('_', '-')}"] and option.default is None
         assert option.help == field.metadata["help"]
-        shown = field.metadata["unset"] or ("" if field.default in (None, False) else str(field.default))
+        shown = field.metadata["unset"] or ("" if field.default is None or field.default is False else str(field.default))
         assert (option.show_default or "") == shown
         least = field.metadata["least"]
         if least is not None:
