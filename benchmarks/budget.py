@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import os
 
+from pliant import Mode
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
@@ -123,7 +125,7 @@ def predicted_and_measured(step: Step, setting: dict[str, Any], by_layer: bool) 
         step.choose(names)
         kept = measure.kept_bytes(step.model, nets.loss, step.batch)
         peak, alone = measure.peak_bytes(step.model, step.optimizer, nets.loss, step.batch)
-        cost = profile.cost(chosen) if not captures else profile.on("plain", captured=True).cost(chosen)
+        cost = profile.cost(chosen) if not captures else profile.on(Mode(graphs=True)).cost(chosen)
         rows.append(
             {
                 "units": len(chosen),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from pliant import Budget, Policy, plan, recipes, score, solve, units
+from pliant import Budget, Mode, Policy, plan, recipes, score, solve, units
 from pliant.apps import fewshot, models
 from pliant.apps.data import images
 from pliant.apps.fewshot.views import Views
@@ -151,7 +151,7 @@ def prices(cost: Any, net: nn.Module, classes: int, shape: tuple[int, ...]) -> t
     images, label, share = torch.zeros(shape, device=device), torch.zeros(1, dtype=torch.long, device=device), torch.ones(())
     model.fit_([(images, label)], classes)
     one = images, label, share.to(device)
-    profile = cost(model, optimizer, loss, one, norm="frozen").on("lean")
+    profile = cost(model, optimizer, loss, one, norm="frozen").on(Mode(lean=True))
     with sandbox(model):
         return profile, read(model, loss, one)
 

@@ -6,6 +6,7 @@ from pliant import signals as score
 from pliant.core import schedule
 from pliant.core.budget import Budget, Progress, within
 from pliant.core.errors import BudgetError, PliantError, ProbeError, ProfileMismatch
+from pliant.core.mode import Mode
 from pliant.core.types import Cost, Part, Selection, Unit
 from pliant.cost import measure
 from pliant.cost import peaks as roofline
@@ -25,6 +26,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "Cost",
+    "Mode",
     "Part",
     "PliantError",
     "Policy",

@@ -22,32 +22,12 @@ def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | Non
 
 
 @pytest.fixture(autouse=True)
-def open_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps hang on the clock where measured times correct a choice (`closed_loop`) or engines race (`racing`): only tests of
-    that let them."""
-    if "closed_loop" not in request.fixturenames:
-        monkeypatch.setattr("pliant.session.choice.Choice.measured", lambda choice, seconds, now, pause, left: None)
-    if "racing" not in request.fixturenames:
-        monkeypatch.setattr("pliant.engine.modes.Race.see", lambda race, seconds: False)
-
-
-@pytest.fixture(autouse=True)
 def one_dnn() -> Iterator[None]:
     """On ARM processors without bfloat16, the first product of matrices in it makes PyTorch turn oneDNN off for the whole
     process; from then on its convolutions round otherwise than another process's."""
     before = torch.backends.mkldnn.enabled
     yield
     torch.backends.mkldnn.enabled = before
-
-
-@pytest.fixture
-def closed_loop() -> None:
-    """Measured steps correct the choice, as they do for users."""
-
-
-@pytest.fixture
-def racing() -> None:
-    """Steps go all ways in turn until the fastest is known, as they do for users."""
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pliant.core.types import Cost, Part, Unit
-from pliant.cost.profile import Charge, Profile
+from pliant.cost.profile import Charge, ChargeKind, Profile
 from pliant.planning.solve import Problem
 
 
@@ -131,10 +131,10 @@ def chain_profile(
 
     charges: list[Charge] = []
     for d, amount in enumerate(own):
-        charges.append(Charge(f"w{d}", cost(amount), (f"p{d}",)))
+        charges.append(Charge(ChargeKind.NODE, cost(amount), (f"p{d}",)))
         if way is not None and d + 1 < len(own):
             behind = (2 * d + 2, 2 * d + 3) if d + 2 < len(own) else (2 * d + 2,)
-            charges.append(Charge(f"x{d}", cost(way[d]), via=behind))
+            charges.append(Charge(ChargeKind.NODE, cost(way[d]), via=behind))
     return Profile(tuple(charges), cost(base), tuple(head))
 
 
@@ -151,6 +151,6 @@ def profiles(draw: st.DrawFn, params: int = 6, charges: int = 14, moments: int =
         later = draw(st.sets(st.integers(i + 1, count - 1), max_size=3)) if i + 1 < count else set()
         live = draw(st.none() | interval) if moments > 1 else None
         cost, waiting = Cost(float(seconds), size, macs), tuple(f"p{n}" for n in sorted(names))
-        out.append(Charge(f"c{i}", cost, waiting, tuple(sorted(later)), live))
+        out.append(Charge(ChargeKind.NODE, cost, waiting, tuple(sorted(later)), live))
     base = Cost(*draw(st.tuples(st.integers(0, 9).map(float), st.integers(0, 9), st.integers(0, 9))))
     return Profile(tuple(out), base, moments=tuple(lives))

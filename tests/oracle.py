@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pliant import Cost, Policy, Profile, Session, measure
-from pliant.runtime.clock import Pace, Watch
+from pliant.runtime.clock import Watch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -36,30 +36,34 @@ def on_steady_device(policy: Policy, **changes: Any) -> Policy:
 
 
 class Device:
-    """A simulated device: a step takes `speed` times the seconds that its profile predicts, and nothing else takes time.
-
-    `now` is its clock, for a session's watch and for the wall; whoever lets time pass otherwise moves it.
+    """A simulated device: a step takes `speed` times the seconds that its profile predicts, a full step that is measured on
+    its own `full_speed` times. Nothing else takes time. `now` is its clock, for steps and for the wall.
     """
 
-    def __init__(self, speed: float = 1.0) -> None:
-        self.now, self.speed = 0.0, speed
-
-    def watch(self, device: torch.device) -> Watch:
-        watch = Watch(device)
-        watch._now = lambda: self.now
-        return watch
-
-    def pace(self) -> Pace:
-        return Pace(lambda: self.now)
+    def __init__(self, speed: float = 1.0, full_speed: float = 1.0) -> None:
+        self.now, self.speed, self.full_speed = 0.0, speed, full_speed
+        self.full_seconds = 0.0
+        self.clock = _SimulatedClock(self)
 
     def runs(self, session: Session) -> Session:
         """From now on the steps of this session are steps of this device."""
 
         def let_pass(*_: Any) -> None:
+            self.full_seconds = self.full_seconds or session.profile.full.seconds
             self.now += self.speed * session.selection.cost.seconds
 
         session.optimizer.register_step_pre_hook(let_pass)
         return session
+
+
+class _SimulatedClock(Watch):
+    def __init__(self, device: Device) -> None:
+        super().__init__(torch.device("cpu"))
+        self._device = device
+        self._now = self.wall = lambda: device.now
+
+    def time(self, work: Callable[[], Any], lead: float = 0.0) -> tuple[float, Any]:
+        return self._device.full_speed * self._device.full_seconds, work()
 
 
 def plain_step(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from zoo import sgd
 
-from pliant import Budget, BudgetError, Policy, Profile, Session, measure, schedule, score, solve, units
+from pliant import Budget, BudgetError, Mode, Policy, Profile, Session, measure, schedule, score, solve, units
 from pliant.core.types import Cost, Part, Unit
 from pliant.engine.engine import ENGINES
 from pliant.graph.backward import read, trainable
@@ -94,7 +94,7 @@ def test_the_peak_of_a_lean_step_is_the_predicted_one(choice: str, clip: bool) -
     torch.manual_seed(0)
     model, batch = Residual(clip), data()
     optimizer, among = sgd(model), trainable(model)
-    profile = measure.timed(model, optimizer, classify, batch, repeats=1).on("lean")
+    profile = measure.timed(model, optimizer, classify, batch, repeats=1).on(Mode(lean=True))
     chosen = [name for name in among if name.startswith(tuple(CHOICES[choice].split()))]
     apply_(among, optimizer, chosen)
     Norms(model, "chosen").hold_(among, chosen)
@@ -184,7 +184,7 @@ def test_a_copy_that_is_made_for_backward_is_not_part_of_inference(choice: str, 
     torch.manual_seed(0)
     model, batch = Clipped(), data()
     optimizer, among = sgd(model), trainable(model)
-    profile = measure.timed(model, optimizer, classify, batch, repeats=1).on(engine)
+    profile = measure.timed(model, optimizer, classify, batch, repeats=1).on(Mode(lean=engine == "lean"))
     chosen = [name for name in among if name.startswith(tuple(choice.split()))]
     apply_(among, optimizer, chosen)
     peak, alone = measure.peak_bytes(model, optimizer, classify, batch, around=ENGINES[engine])
@@ -503,7 +503,7 @@ def test_captured_steps_and_inference_keep_a_limit_together_on_cuda(racing: None
     with Session(model, optimizer, classify, once, undo=False) as session:
         for _ in range(60):
             session.step(batch)
-        assert session._engine.way.graphs and session.profile.captured, session.why_not
+        assert session._engine.way.graphs and session.profile.mode.graphs, session.why_not
         room = 0.6 * session.profile.full.bytes - session.profile.inference
         measured = session.rounds[-1].measured_bytes
         assert session.selection.cost.bytes <= room and measured is not None and measured <= room

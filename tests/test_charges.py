@@ -11,13 +11,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from instances import laws
+from instances import chain_profile, laws
 from oracle import steady
 from torch import nn
 from zoo import sgd
 
-from pliant import Part, Profile, Unit, measure
+from pliant import Mode, Part, Profile, Unit, measure
 from pliant.cost.from_graph import Sizes, Times, _suffix_maxima, profile, split
+from pliant.cost.profile import SPARED_BY_INFERENCE, ChargeKind
 from pliant.graph.backward import Again, Graph, Node
 
 
@@ -244,7 +245,7 @@ def test_scratch_memory_that_is_taken_up_one_by_one_does_not() -> None:
 def test_scratch_memory_that_can_never_be_the_highest_makes_no_moment() -> None:
     made = taken(replace(SIZES, scratch={"a": 160, "b": 1}))
     assert len(made.moments) == 8
-    assert not any(charge.name == "scratch: b" for charge in made.charges)
+    assert not any(charge.kind is ChargeKind.SCRATCH and charge.params == ("b",) for charge in made.charges)
 
 
 def test_without_scratch_memory_the_optimizer_is_one_moment() -> None:
@@ -290,9 +291,11 @@ def test_statistics_of_the_batch_are_kept_by_a_norm_that_moves(moves: bool, behi
 
 def test_each_charge_tells_what_it_pays_for() -> None:
     kinds = [charge.kind for charge in taken(SCRATCH).charges]
-    own = ["optimizer", "gradient", "scratch"]
-    nodes = ["node", "dX", "dX", "forward"], ["node", "dX", "dX", "dW", "dW", "forward"], ["node", "dW", "dW", "forward"]
-    assert kinds == ["kept"] * 3 + own * 2 + [kind for node in nodes for kind in node]
+    own = [ChargeKind.OPTIMIZER, ChargeKind.GRADIENT, ChargeKind.SCRATCH]
+    run, forward = ChargeKind.NODE, ChargeKind.FORWARD
+    dx, dw = [ChargeKind.INPUT_GRAD] * 2, [ChargeKind.WEIGHT_GRAD] * 2
+    nodes = [run, *dx, forward, run, *dx, *dw, forward, run, *dw, forward]
+    assert kinds == [ChargeKind.KEPT] * 3 + own * 2 + nodes
 
 
 # ---------------------------------------------------------------- sizes from shapes
@@ -378,17 +381,17 @@ def test_from_a_cache_the_forward_pass_is_paid_from_the_choice_on() -> None:
     profile = measure.counted(model, optimizer, lambda model, x: model(x).square().mean(), batch)
     forward = {"0": 5 * 4 * 8, "2": 5 * 8 * 16, "4": 5 * 16 * 2}
 
-    def cost(*names: str, spared: float) -> int:
-        return profile.cost([Unit("*", tuple(Part(name) for name in names))], spared=spared).macs
+    def cost(*names: str, cached: bool) -> int:
+        return profile.cost([Unit("*", tuple(Part(name) for name in names))], cached=cached).macs
 
     everything = [name for name, _ in model.named_parameters()]
-    assert cost(*everything, spared=1.0) == cost(*everything, spared=0.0)
+    assert cost(*everything, cached=True) == cost(*everything, cached=False)
     for first, skipped in (("0.weight", ()), ("2.weight", ("0",)), ("4.weight", ("0", "2"))):
         chosen = [first, "4.weight"]
-        saved = cost(*chosen, spared=0.0) - cost(*chosen, spared=1.0)
+        saved = cost(*chosen, cached=False) - cost(*chosen, cached=True)
         assert saved == sum(forward[name] for name in skipped)
-    there = profile.on("plain", spared=1.0)
-    assert (there.base.macs, there.full, there.on("plain", spared=0.0).base) == (0, profile.full, profile.base)
+    there = profile.on(Mode(prefix=True, cached=True))
+    assert (there.base.macs, there.full, there.on(Mode()).base) == (0, profile.full, profile.base)
     assert Profile.from_json(there.to_json()) == there
     units = tuple(Unit(name, (Part(name),)) for name in everything)
     for k in range(1, len(units) + 1):  # the solver's table says the same
@@ -403,10 +406,10 @@ def test_inference_spares_a_share_of_the_seconds_and_no_macs(spared: float) -> N
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     profile = steady(model, optimizer, lambda model, x: model(x).square().mean(), torch.randn(5, 4))
-    there = profile.on("plain", spared=spared)
+    there = profile.on(Mode(prefix=True), spared)
     units = tuple(Unit(name, (Part(name),)) for name, _ in model.named_parameters())
     for k in range(len(units)):
-        plain, cached = (profile.cost(units[k:], spared=share) for share in (0.0, 1.0))
+        plain, cached = (profile.cost(units[k:], cached=cached) for cached in (False, True))
         cost = there.cost(units[k:])
         assert cost.seconds == pytest.approx((1 - spared) * plain.seconds + spared * cached.seconds, rel=1e-12)
         assert cost.macs == (cached if spared == 1 else plain).macs and cost.bytes == plain.bytes
@@ -414,10 +417,10 @@ def test_inference_spares_a_share_of_the_seconds_and_no_macs(spared: float) -> N
         table = there.table(units)
         due = table.needed[:, k:].any(axis=1)
         assert there.base.seconds + table.seconds[due].sum() == pytest.approx(cost.seconds, rel=1e-12)
-    assert there.full == profile.full and there.on("plain", spared=0.0).base.seconds == pytest.approx(profile.base.seconds)
+    assert there.full == profile.full and there.on(Mode()).base.seconds == pytest.approx(profile.base.seconds)
     assert Profile.from_json(there.to_json()) == there
-    with pytest.raises(ValueError, match="from nothing"):
-        profile.on("plain", spared=1.5)
+    with pytest.raises(ValueError, match="a share of the forward pass"):
+        profile.on(Mode(prefix=True), 1.5)
 
 
 @pytest.mark.parametrize("spared", [0.0, 0.4, 1.0])
@@ -428,13 +431,21 @@ def test_a_captured_step_has_seconds_of_its_own(spared: float) -> None:
     faster = tuple(seconds / (2 + k) for k, seconds in enumerate(eager.seconds))  # not by the same factor everywhere
     profile = replace(eager, other_seconds=faster)
     charges = (replace(c, cost=replace(c.cost, seconds=s)) for c, s in zip(eager.charges, faster, strict=False))
-    alone = replace(eager, charges=tuple(charges), base=replace(eager.base, seconds=faster[-1])).on("plain", spared)
-    there = profile.on("plain", spared).on("plain", captured=True)
+    alone = replace(eager, charges=tuple(charges), base=replace(eager.base, seconds=faster[-1])).on(Mode(), spared)
+    there = profile.on(Mode(), spared).on(Mode(graphs=True), spared)
     units = tuple(Unit(name, (Part(name),)) for name, _ in model.named_parameters())
     for k in range(len(units)):
         assert there.cost(units[k:]) == alone.cost(units[k:])
-    assert there.full == eager.full and there.captured and there.spared == spared
+    assert there.full == eager.full and there.mode.graphs and there.spared == spared
     assert Profile.from_json(there.to_json()) == there
-    back = there.on("plain", 0.0, captured=False)
+    back = there.on(Mode())
     assert back.seconds == pytest.approx(eager.seconds) and back.other_seconds == pytest.approx(faster)
-    assert eager.on("plain", captured=True) is eager  # nobody knows of a difference
+    unknown = eager.on(Mode(graphs=True))  # nothing was measured of captured steps
+    assert unknown.mode.graphs and unknown.cost(units) == eager.cost(units)
+
+
+def test_a_mode_spares_what_is_known_of_it() -> None:
+    profile = chain_profile([1.0])
+    modes = (Mode(), Mode(lean=True), Mode(prefix=True), Mode(graphs=True), Mode(prefix=True, graphs=True))
+    assert [profile.on(mode).spared for mode in modes] == [0, 0, 0, 0, SPARED_BY_INFERENCE]
+    assert profile.on(Mode(prefix=True, graphs=True, cached=True)).spared == 1

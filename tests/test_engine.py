@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from zoo import ZOO, Case, adamw, sgd
 
-from pliant import Budget, BudgetError, Part, Policy, Session, Unit, measure, recipes, schedule, score, solve, units
+from pliant import Budget, BudgetError, Mode, Part, Policy, Session, Unit, measure, recipes, schedule, score, solve, units
 from pliant.engine.engine import ENGINES, Engine
 from pliant.engine.modes import Race, Way, allowed
 from pliant.engine.slices.slices import Slices
@@ -458,7 +458,7 @@ def test_the_engine_follows_the_budget(before_the_first_step: bool) -> None:
             with watched() as seen:
                 session.step(data()[1])
             assert set(seen) == {ENGINES[engine]}
-            assert session.profile.engine == engine
+            assert session.profile.mode.lean == (engine == "lean")
             assert session.selection.cost == session.profile.cost(session.selection.units)
             before_the_first_step = False
 
@@ -470,7 +470,7 @@ def test_an_engine_that_was_asked_for_stays() -> None:
             session.step(data()[0])
             session.budget = Budget(macs=0.9)
             session.step(data()[1])
-            assert session.engine == session.profile.engine == engine
+            assert session.engine == engine and session.profile.mode.lean == (engine == "lean")
 
 
 def test_a_full_step_is_a_plain_one_for_every_engine() -> None:
@@ -494,7 +494,7 @@ def test_the_engine_of_a_resumed_run_is_that_of_its_budget(tmp_path: Path) -> No
         model = make("conv", 3)
         with Session(model, adamw(model), classify, memory_policy(None), engine=asked) as session:
             session.load(tmp_path / "run.pt")
-            assert session.engine == session.profile.engine == engine
+            assert session.engine == engine and session.profile.mode.lean == (engine == "lean")
             session.step(data()[2])
 
 
@@ -576,7 +576,7 @@ def test_the_lean_engine_keeps_what_was_predicted(case: Case) -> None:
     model, loss, batch = case.make()
     batch = many(batch)
     optimizer, among, norms = sgd(model), trainable(model), Norms(model, "chosen")
-    profile = measure.counted(model, optimizer, loss, batch).on("lean")
+    profile = measure.counted(model, optimizer, loss, batch).on(Mode(lean=True))
     for chosen in [*some_choices(model, case)]:
         apply_(among, optimizer, chosen)
         norms.hold_(among, chosen)
@@ -591,7 +591,7 @@ def test_the_peak_of_a_lean_step_is_not_above_the_predicted_one(case: Case) -> N
     model, loss, batch = case.make()
     batch = many(batch)
     optimizer, among, norms = sgd(model), trainable(model), Norms(model, "chosen")
-    profile = measure.timed(model, optimizer, loss, batch, repeats=1).on("lean")
+    profile = measure.timed(model, optimizer, loss, batch, repeats=1).on(Mode(lean=True))
     for chosen in [*some_choices(model, case, count=3)]:
         apply_(among, optimizer, chosen)
         norms.hold_(among, chosen)
@@ -693,7 +693,7 @@ def test_a_refused_memory_budget_leaves_the_plain_engine() -> None:
         session.step(data()[0])
         with pytest.raises(BudgetError):
             session.budget = Budget(memory=0.001)
-        assert session.engine == session.profile.engine == "plain"
+        assert session.engine == "plain" and not session.profile.mode.lean
 
 
 # ---------------------------------------------------------------- slices in a session
@@ -910,7 +910,7 @@ def test_slices_keep_what_was_predicted(axis: Any) -> None:
     optimizer = sgd(model)
     graph_units = {unit.name: unit for unit in all_channels(model, batch, axis)}
     for engine in ENGINES:
-        profile = measure.counted(model, optimizer, classify, batch).on(engine)
+        profile = measure.counted(model, optimizer, classify, batch).on(Mode(lean=engine == "lean"))
         for names in (["4"], ["2"], *([["2", "4"]] if engine == "lean" else [])):
             chosen = [u for n, u in graph_units.items() if n.split("[")[0] in names and n.endswith(("0:2]", "2:4]"))]
             parts = [part for unit in chosen for part in unit.parts]

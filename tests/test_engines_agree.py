@@ -300,7 +300,7 @@ def test_a_cache_whose_filling_cannot_pay_is_given_up(
     with Session(model, optimizer, classify, policy, cache=features, total_steps=total, log=log) as session:
 
         def seconds(laps: Laps, span: Any) -> float:
-            return factor * session.profile.cost(session.selection.units, spared=0.0).seconds
+            return factor * session.profile.cost(session.selection.units, cached=False).seconds
 
         monkeypatch.setattr(Laps, "seconds", seconds)
         batch = default_collate([samples(Residual)[n] for n in range(5)])

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 
-from pliant import Part, Profile, ProfileMismatch, Unit, measure
+from pliant import Mode, Part, Profile, ProfileMismatch, Unit, measure
 from pliant.cost import node_timing as passes
 from pliant.cost import step_timing as trial
-from pliant.cost.profile import Charge
+from pliant.cost.profile import Charge, ChargeKind
 from pliant.graph.backward import read, trainable, walk
 from pliant.runtime import batches
 from pliant.runtime import trainable as apply
@@ -325,9 +325,9 @@ def counted_kept(profile: Profile, chosen: Collection[str]) -> int:
     return profile.kept(whole(*chosen))
 
 
-def bytes_of(profile: Profile, kind: str, chosen: Collection[str]) -> int:
+def bytes_of(profile: Profile, kind: ChargeKind, chosen: Collection[str]) -> int:
     """The bytes of one kind that a selection needs at some time of the step."""
-    return sum(charge.cost.bytes for charge in profile.due(whole(*chosen)) if charge.kind == kind)
+    return sum(charge.cost.bytes for charge in profile.due(whole(*chosen)) if charge.kind is kind)
 
 
 @pytest.mark.parametrize("case", [c for name, c in ZOO.items() if name != "checkpointed"])
@@ -460,8 +460,8 @@ def test_gradients_and_optimizer_state(make: Any, per_byte: int, per_tensor: int
     profile = measure.counted(model, make(model.parameters()), mean_square, x)
     for chosen in (["0.weight"], ["1.bias"], ["0.bias", "1.weight"]):
         size = sum(model.get_parameter(name).numel() * 4 for name in chosen)
-        assert bytes_of(profile, "gradient", chosen) == size
-        assert bytes_of(profile, "optimizer", chosen) == per_byte * size + per_tensor * len(chosen)
+        assert bytes_of(profile, ChargeKind.GRADIENT, chosen) == size
+        assert bytes_of(profile, ChargeKind.OPTIMIZER, chosen) == per_byte * size + per_tensor * len(chosen)
         at_once = really_kept(model, mean_square, x, chosen) + (1 + per_byte) * size + per_tensor * len(chosen)
         assert profile.cost(whole(*chosen)).bytes <= at_once, "a peak is never more than all of it together"
 
@@ -469,9 +469,9 @@ def test_gradients_and_optimizer_state(make: Any, per_byte: int, per_tensor: int
 def test_a_parameter_outside_the_optimizer_has_a_gradient_but_no_state() -> None:
     model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
     profile = measure.counted(model, torch.optim.AdamW(model[1].parameters()), mean_square, x)
-    assert bytes_of(profile, "gradient", ["0.bias"]) == 7 * 4
-    assert bytes_of(profile, "optimizer", ["0.bias"]) == 0
-    assert bytes_of(profile, "optimizer", ["1.bias"]) == 2 * 4 * 4 + 4
+    assert bytes_of(profile, ChargeKind.GRADIENT, ["0.bias"]) == 7 * 4
+    assert bytes_of(profile, ChargeKind.OPTIMIZER, ["0.bias"]) == 0
+    assert bytes_of(profile, ChargeKind.OPTIMIZER, ["1.bias"]) == 2 * 4 * 4 + 4
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -541,7 +541,9 @@ def test_seconds_can_be_measured_where_nothing_is_kept(case: Case, monkeypatch: 
     with StandIns(model):
         thin = measure.timed(model, optimizer, loss, batch, repeats=1)
     assert fingerprint(model, optimizer) == before
-    assert [(c.name, c.params, c.via) for c in thin.charges] == [(c.name, c.params, c.via) for c in plain.charges]
+    assert [(c.kind, c.name, c.params, c.via) for c in thin.charges] == [
+        (c.kind, c.name, c.params, c.via) for c in plain.charges
+    ]
     for k in range(len(plain.params)):
         mine, other = (profile.cost(whole(*plain.params[k:])) for profile in (thin, plain))
         assert (mine.bytes, mine.macs) == (other.bytes, other.macs)
@@ -638,7 +640,7 @@ def test_predicted_seconds_are_those_of_the_real_step(case: Case, monkeypatch: p
 
 def work(profile: Profile) -> list[Charge]:
     """All charges but those that hold nothing but the bytes that were seen while a node or the optimizer ran."""
-    return [c for c in profile.charges if c.live is None or c.kind not in ("dX", "scratch")]
+    return [c for c in profile.charges if c.live is None or c.kind not in (ChargeKind.INPUT_GRAD, ChargeKind.SCRATCH)]
 
 
 @pytest.mark.parametrize("case", [c for name, c in ZOO.items() if name != "checkpointed"], ids=lambda c: c.name)
@@ -650,12 +652,12 @@ def test_counted_products_are_those_that_run(case: Case, monkeypatch: pytest.Mon
     macs = measure.counted(model, sgd(model), loss, batch)
     assert seconds.base.seconds == pytest.approx(macs.base.macs)
     timed, counted = work(seconds), work(macs)
-    assert [charge.name for charge in timed] == [charge.name for charge in counted]
+    assert [(charge.kind, charge.name) for charge in timed] == [(charge.kind, charge.name) for charge in counted]
     for charge, known in zip(timed, counted, strict=True):
-        kind, op = [*charge.name.split(), ""][:2]
-        if kind == "forward":  # seconds of the forward pass are shared out, not measured by operation
+        op = charge.name.split(" ")[0]
+        if charge.kind is ChargeKind.FORWARD:  # seconds of the forward pass are shared out, not measured by operation
             continue
-        if charge.cost.seconds > 1e-3 or (kind == "dX" and op in ("Mm", "Addmm", "Convolution")):
+        if charge.cost.seconds > 1e-3 or (charge.kind is ChargeKind.INPUT_GRAD and op in ("Mm", "Addmm", "Convolution")):
             assert charge.cost.seconds == pytest.approx(known.cost.macs), charge.name
 
 
@@ -925,9 +927,15 @@ def test_timed_has_the_charges_of_counted(case: Case) -> None:
     timed, counted = (make(model, adamw(model), loss, batch) for make in (measure.timed, measure.counted))
 
     def known_from_shapes(profile: Profile) -> list[Any]:
-        held = ("kept", "gradient", "optimizer")
+        held = (ChargeKind.KEPT, ChargeKind.GRADIENT, ChargeKind.OPTIMIZER)
         return [
-            (c.name, c.cost.macs, c.cost.bytes if c.kind in held else 0, c.params, [profile.charges[j].name for j in c.via])
+            (
+                (c.kind, c.node, c.name, c.lean),
+                c.cost.macs,
+                c.cost.bytes if c.kind in held else 0,
+                c.params,
+                [(profile.charges[j].kind, profile.charges[j].node) for j in c.via],
+            )
             for c in work(profile)
         ]
 
@@ -1117,7 +1125,7 @@ def test_a_small_step_waits_for_launches_on_cuda() -> None:
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 16, device="cuda")
     profile = measure.timed(model, optimizer, lambda model, x: model(x).square().mean(), batch)
     everything = [profile.everything]
-    captured = profile.on("plain", captured=True).cost(everything)
+    captured = profile.on(Mode(graphs=True)).cost(everything)
     assert 0 < captured.seconds < 0.7 * profile.cost(everything).seconds
     assert captured.bytes == profile.cost(everything).bytes
 

@@ -16,7 +16,7 @@ from instances import chain_profile, laws, profiles, units
 
 from pliant import Budget, BudgetError, Cost, Part, Policy, Profile, Progress, Selection, Unit, plan, schedule
 from pliant.core.schedule import ramp
-from pliant.cost.profile import Charge
+from pliant.cost.profile import Charge, ChargeKind
 from pliant.planning.solve import Problem, Solver, cycle, fixed, greedy, knapsack, milp, sample, spread, where_norms_rest
 
 
@@ -65,9 +65,9 @@ def test_a_selection_explains_itself() -> None:
 
 def test_two_budgets_at_once() -> None:
     charges = (
-        Charge("a", Cost(6.0, 1, 1), ("p0",)),
-        Charge("b", Cost(1.0, 6, 1), ("p1",)),
-        Charge("c", Cost(3.0, 3, 1), ("p2",)),
+        Charge(ChargeKind.NODE, Cost(6.0, 1, 1), ("p0",)),
+        Charge(ChargeKind.NODE, Cost(1.0, 6, 1), ("p1",)),
+        Charge(ChargeKind.NODE, Cost(3.0, 3, 1), ("p2",)),
     )
     profile = Profile(charges, Cost(1.0, 1, 1))
     values = worth(5, 5, 4)
@@ -117,7 +117,7 @@ def branching(seed: int, count: int) -> tuple[Profile, Mapping[Unit, float]]:
     for j in range(2 * count):
         later = [k for k in range(j + 1, min(j + 4, 2 * count)) if rng.random() < 0.4]
         cost = Cost(float(rng.lognormal(-6, 1)), int(rng.integers(1, 10**6)), int(rng.integers(1, 10**6)))
-        charges.append(Charge(f"c{j}", cost, (f"p{rng.integers(count)}",), tuple(later)))
+        charges.append(Charge(ChargeKind.NODE, cost, (f"p{rng.integers(count)}",), tuple(later)))
     return Profile(tuple(charges), Cost(0.02, 1000, 10**6)), worth(*rng.lognormal(0, 1.5, count))
 
 
@@ -133,7 +133,7 @@ SOLVERS: dict[str, Solver] = {
 
 @pytest.mark.parametrize("solver", [milp(), greedy()])
 def test_slices_that_fill_a_limit_to_the_last_mac(solver: Solver) -> None:
-    profile = Profile((Charge("dW w", Cost(1.0, 0, 12 * 72), ("w",)),), Cost(), shapes={"w": (12, 2)})
+    profile = Profile((Charge(ChargeKind.WEIGHT_GRAD, Cost(1.0, 0, 12 * 72), ("w",)),), Cost(), shapes={"w": (12, 2)})
     rows = {Unit(f"w[{i}]", (Part("w", 0, (i,)),)): 1.0 for i in range(12)}
     picked = plan(policy(solver, budget=Budget(macs="504MAC")), profile, rows)  # 7 / 12 · 12 · 72 is a little more as floats
     assert len(picked.units) == 7 and picked.cost.macs == 504
@@ -228,7 +228,7 @@ def test_the_message_never_says_that_a_budget_is_below_itself() -> None:
 
 def test_the_floor_of_two_budgets_is_that_of_the_unit_nearest_to_them() -> None:
     """u0 is over by 10 of 2,000 bytes, u1 by 5 of 2 seconds: shares of the limits are compared, not bytes with seconds."""
-    charges = (Charge("a", Cost(0.1, 1010), ("p0",)), Charge("b", Cost(6.0, 10), ("p1",)))
+    charges = (Charge(ChargeKind.NODE, Cost(0.1, 1010), ("p0",)), Charge(ChargeKind.NODE, Cost(6.0, 10), ("p1",)))
     profile = Profile(charges, Cost(1.0, 1000))
     message = refusal(policy(milp(), budget=Budget(time="2s", memory="2000B")), profile, worth(1, 1))
     assert message.startswith("memory=")
@@ -367,9 +367,9 @@ def test_a_memory_budget_holds_at_every_moment(profile: Profile, values: list[in
 def test_what_lives_beneath_the_peak_of_the_forward_pass_is_free() -> None:
     """u0 is kept when the forward pass is highest, u1 when it is over: a budget of bytes sees the first only."""
     charges = (
-        Charge("kept", Cost(1.0, 50), ("p0",), live=(0, 2)),
-        Charge("kept", Cost(1.0, 90), ("p1",), live=(1, 2)),
-        Charge("kept", Cost(1.0, 10), ("p2",)),
+        Charge(ChargeKind.KEPT, Cost(1.0, 50), ("p0",), live=(0, 2)),
+        Charge(ChargeKind.KEPT, Cost(1.0, 90), ("p1",), live=(1, 2)),
+        Charge(ChargeKind.KEPT, Cost(1.0, 10), ("p2",)),
     )
     profile = Profile(charges, Cost(1.0), moments=(100, 0))
     assert profile.full.bytes == 60

@@ -20,6 +20,7 @@ from pliant.apps.layer_report import layer_report
 from pliant.apps.models import load
 from pliant.cli import app
 from pliant.cost.peaks import Peaks, roof_seconds, rows
+from pliant.cost.profile import ChargeKind
 from pliant.graph.backward import read
 from pliant.runtime.sandbox import sandbox
 
@@ -86,7 +87,7 @@ def test_a_modelled_product_takes_what_the_roof_allows() -> None:
     model, x = nn.Sequential(nn.Linear(50, 40, bias=False), nn.Linear(40, 30, bias=False)), torch.randn(20, 50)
     for peaks in (TOY, SLOW_MEMORY):
         profile = measure.modelled(peaks, launch=0.0)(model, sgd(model), square, x)
-        charge = next(c for c in profile.charges if c.name == "dW 1.weight")
+        charge = next(c for c in profile.charges if c.kind is ChargeKind.WEIGHT_GRAD and c.params == ("1.weight",))
         moved = 4 * (20 * 40 + 40 * 30 + 20 * 30)
         assert charge.cost.seconds == pytest.approx(roof_seconds(20 * 40 * 30, moved, peaks))
         assert profile.full.seconds > profile.cost([Unit("head", units.tensors()(read(model, square, x))[0].parts)]).seconds
@@ -100,7 +101,7 @@ def test_low_intensity_costs_more_where_memory_is_slow() -> None:
 
     def share(peaks: Peaks) -> float:
         profile = measure.modelled(peaks, launch=0.0)(model, sgd(model), square, x)
-        own = sum(c.cost.seconds for c in profile.due(norm) if c.kind == "dW")
+        own = sum(c.cost.seconds for c in profile.due(norm) if c.kind is ChargeKind.WEIGHT_GRAD)
         return own / profile.full.seconds
 
     assert share(SLOW_MEMORY) > share(replace(TOY, bandwidth=1e12))

@@ -15,7 +15,7 @@ from tiny import bars
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pliant import Budget, BudgetError, Session, measure, recipes, score, solve, units
+from pliant import Budget, BudgetError, Mode, Session, measure, recipes, score, solve, units
 from pliant.apps import models
 from pliant.apps.data.images import ImageSet
 from pliant.apps.fewshot import Augment, Prototypes, adapt
@@ -211,8 +211,8 @@ def test_shares_of_macs_are_those_of_the_backward_pass() -> None:
     assert back.base.macs == 0 and back.full.macs == whole.full.macs - whole.base.macs
     assert back.full.bytes == whole.full.bytes
     some = channels_of(model, loss, batch)[:3]
-    for spared in (0.0, 1.0):
-        assert back.cost(some, spared=spared).macs == whole.cost(some).macs - whole.base.macs
+    for cached in (False, True):
+        assert back.cost(some, cached=cached).macs == whole.cost(some).macs - whole.base.macs
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -243,7 +243,7 @@ def test_exact_is_never_worth_less_among_the_same_channels() -> None:
     model, loss, batch = task()
     several = channels_of(model, loss, batch)
     values = score.probe(score.fisher(), model, sgd(model), loss, batch, several)
-    profile = measure.backward(model, sgd(model), loss, batch).on("lean")
+    profile = measure.backward(model, sgd(model), loss, batch).on(Mode(lean=True))
 
     def worth(macs: float, exact: bool) -> float:
         from pliant import plan

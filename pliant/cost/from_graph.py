@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant.core.types import Cost
-from pliant.cost.profile import AGAIN, CACHED, KEPT, Charge, Profile
+from pliant.cost.charge import Charge, ChargeKind
+from pliant.cost.profile import Profile
 from pliant.graph.backward import BIAS, Graph, Node
 from pliant.graph.forward_trace import CARRIERS, MASKS, Saves
 
@@ -152,20 +153,21 @@ class _Builder:
     accumulate: int
 
     def kept(self) -> list[Charge]:
-        """For each storage that is kept: what it is kept for, and when it lives on that account; by engine if they differ."""
-        plain, lean = self._kept("plain"), self._kept("lean")
+        """For each storage that is kept: what it is kept for, and for how long; with and without the lean engine if they
+        differ."""
+        plain, lean = self._kept(lean=False), self._kept(lean=True)
         both = set(plain) & set(lean)
-        apart = [(charge, "plain") for charge in plain if charge not in both]
-        apart += [(charge, "lean") for charge in lean if charge not in both]
         alike = [charge for charge in plain if charge in both]
-        return alike + [replace(charge, engine=engine) for charge, engine in apart] + self._unpacked() + self._scales()
+        apart = [replace(charge, lean=False) for charge in plain if charge not in both]
+        apart += [replace(charge, lean=True) for charge in lean if charge not in both]
+        return alike + apart + self._unpacked() + self._scales()
 
-    def _kept(self, engine: str) -> list[Charge]:
-        saves = (node.saves if engine == "plain" or node.lean is None else node.lean for node in self.graph.nodes)
+    def _kept(self, lean: bool) -> list[Charge]:
+        saves = (node.saves if not lean or node.lean is None else node.lean for node in self.graph.nodes)
         out = []
-        for storage, (size, params, nodes, last) in self._storages(enumerate(saves), engine).items():
+        for storage, (size, params, nodes, last) in self._storages(enumerate(saves), lean).items():
             live = self.line.forward_since(self.graph.gone.get(storage, 0)), self.line.node(last) + 1
-            out.append(Charge(KEPT, Cost(bytes=size), params, nodes, live))
+            out.append(Charge(ChargeKind.KEPT, Cost(bytes=size), params, nodes, live))
         return out
 
     def again(self) -> list[Charge]:
@@ -175,19 +177,19 @@ class _Builder:
         """
         out = []
         for part in self.graph.again:
-            kept = self._storages(part.saves.items(), "plain")
+            kept = self._storages(part.saves.items(), lean=False)
             for storage, (size, params, nodes, last) in kept.items():
                 live = self.line.begin(part.node, part.gone.get(storage, 0)), self.line.node(last) + 1
-                out.append(Charge(AGAIN, Cost(bytes=size), params, nodes, live))
+                out.append(Charge(ChargeKind.RECOMPUTED, Cost(bytes=size), params, nodes, live))
             params = tuple(dict.fromkeys(p for _, several, _, _ in kept.values() for p in several))
             nodes = tuple({i for _, _, several, _ in kept.values() for i in several})
             for k in self.line.again[part.node]:
                 at = self.line.begin(part.node, k)
-                out.append(Charge(AGAIN, Cost(bytes=part.inference[k]), params, nodes, (at, at + 1)))
+                out.append(Charge(ChargeKind.RECOMPUTED, Cost(bytes=part.inference[k]), params, nodes, (at, at + 1)))
         return out
 
     def _storages(
-        self, saves: Iterable[tuple[int, Saves]], engine: str
+        self, saves: Iterable[tuple[int, Saves]], lean: bool
     ) -> dict[int, tuple[int, tuple[str, ...], tuple[int, ...], int]]:
         """For each storage: its bytes, the parameters and the nodes that it is kept for, and the last node that holds it."""
         found: dict[int, tuple[int, list[str], list[int], int]] = {}
@@ -196,7 +198,7 @@ class _Builder:
             for storage, size, favoured in several:
                 size, params, nodes, _ = found.get(storage, (size, [], [], i))
                 waiting = i if favoured is None else node.inputs[favoured]
-                if self._is_statistics(node, size) or (engine == "lean" and self._moves_when_chosen(node)):
+                if self._is_statistics(node, size) or (lean and self._moves_when_chosen(node)):
                     params.extend(node.params)
                 elif isinstance(waiting, str):
                     params.append(waiting)
@@ -216,17 +218,16 @@ class _Builder:
             size = node.made if node.op in MASKS else 8 * node.outputs if node.op.startswith("MaxPool") else 0
             if size and node.lean is not None:
                 now = self.line.node(i), self.line.node(i) + 1
-                name = f"unpacked {node.op} {node.module}".strip()
-                out.append(Charge(name, Cost(bytes=size), node.params, node.data, now, "lean"))
+                out.append(Charge(ChargeKind.NODE, Cost(bytes=size), node.params, node.data, now, True, i, _label(node)))
         return out
 
     def _scales(self) -> list[Charge]:
         """The lean engine remembers one number per channel of a norm at rest that gradients go through."""
         out = []
-        for node in self.graph.nodes:
+        for i, node in enumerate(self.graph.nodes):
             if node.is_batch_norm and node.data:
                 size = max((self.graph.params[name] for name in node.params), default=0)
-                out.append(Charge(f"scale {node.op} {node.module}".strip(), Cost(bytes=size), (), node.data, None, "lean"))
+                out.append(Charge(ChargeKind.NODE, Cost(bytes=size), (), node.data, None, True, i, _label(node)))
         return out
 
     def _moves_when_chosen(self, node: Node) -> bool:
@@ -241,18 +242,18 @@ class _Builder:
     def param(self, name: str, scratch: Sequence[Sequence[str]]) -> list[Charge]:
         """A parameter's own charges: its optimizer state, its gradient, the optimizer's scratch memory."""
         if name in self.graph.unused:
-            return [Charge(f"optimizer: {name}", Cost(), (name,))]
+            return [Charge(ChargeKind.OPTIMIZER, Cost(), (name,), name=name)]
         size = self.graph.params[name]
         seconds = self.times.per_tensor + self.times.per_byte * size
-        out = [Charge(f"optimizer: {name}", Cost(seconds, self.sizes.state.get(name, 0)), (name,))]
+        out = [Charge(ChargeKind.OPTIMIZER, Cost(seconds, self.sizes.state.get(name, 0)), (name,), name=name)]
         first = self._first[name]
         # Between the batches of one step gradients stay.
         live = (self.line.node(first), self.line.end) if self.accumulate == 1 else None
-        out.append(Charge(f"gradient: {name}", Cost(bytes=size), (name,), (), live))
+        out.append(Charge(ChargeKind.GRADIENT, Cost(bytes=size), (name,), (), live, name=name))
         for k, names in enumerate(scratch):
             if name in names:
-                at = self.line.update + k
-                out.append(Charge(f"scratch: {name}", Cost(bytes=self.sizes.scratch[name]), (name,), (), (at, at + 1)))
+                at, held = self.line.update + k, Cost(bytes=self.sizes.scratch[name])
+                out.append(Charge(ChargeKind.SCRATCH, held, (name,), (), (at, at + 1), name=name))
         return out
 
     @cached_property
@@ -288,7 +289,7 @@ class _Builder:
         """Bytes of what checkpoints computed again that live while each node runs, if everything trains."""
         change = np.zeros(len(self.graph.nodes) + 1, np.int64)
         for part in self.graph.again:
-            for size, _, _, last in self._storages(part.saves.items(), "plain").values():
+            for size, _, _, last in self._storages(part.saves.items(), lean=False).values():
                 change[part.node] += size
                 change[last + 1] -= size
         return [int(held) for held in np.cumsum(change)[:-1]]
@@ -309,48 +310,54 @@ class _Builder:
         """A node's part of the forward pass, due with the node where all that lies before it comes from a cache."""
         node = self.graph.nodes[i]
         cost = Cost(self.times.forward * float(self._forward_shares[i]) * self.accumulate, 0, node.macs * self.accumulate)
-        return Charge(f"forward {node.op} {node.module}".strip(), cost, node.params, node.data, None, CACHED)
+        return Charge(ChargeKind.FORWARD, cost, node.params, node.data, node=i, name=_label(node))
 
     def node(self, i: int) -> list[Charge]:
         """A node's charges: to run at all; its input gradients; each parameter's gradient; what its parameters share."""
         node, times, n = self.graph.nodes[i], self.times, self.accumulate
-        name = f"{node.op} {node.module}".strip()
+        here: dict[str, Any] = {"node": i, "name": _label(node)}
         now = self.line.node(i), self.line.node(i) + 1
         upstream = node.data
         everything, inputs = float(times.everything[i]), float(times.inputs[i])
         whole = self._own(i, max(self.sizes.everything[i], self.sizes.inputs[i]))
         if node.carrier:
-            return [Charge(name, Cost((everything + times.unseen) * n, whole), node.params, (), now)]
+            return [Charge(ChargeKind.NODE, Cost((everything + times.unseen) * n, whole), node.params, (), now, **here)]
         if node.whole:
-            macs = node.macs * len(node.params + node.data)
-            return [Charge(name, Cost((everything + times.unseen) * n, whole, macs * n), node.params, upstream, now)]
+            cost = Cost((everything + times.unseen) * n, whole, node.macs * len(node.params + node.data) * n)
+            return [Charge(ChargeKind.NODE, cost, node.params, upstream, now, **here)]
         flow = self._own(i, self.sizes.inputs[i]) if node.data else 0
         taken_in = min(node.made, flow or whole)  # the gradient that flows into it
         run = times.unseen
         if node.recomputes:  # whatever is asked of it
             run, everything, inputs = run + inputs, everything - inputs, 0.0
-        out = [Charge(name, Cost(run * n, taken_in), node.params, upstream, (self.line.begin(self._waits_since[i]), now[1]))]
+        held = self.line.begin(self._waits_since[i]), now[1]
+        out = [Charge(ChargeKind.NODE, Cost(run * n, taken_in), node.params, upstream, held, **here)]
         if node.data and node.op in PRODUCTS:
             for behind in node.data:
                 cost = Cost(inputs / len(node.data) * n, 0, _gradient_macs(node, behind) * n)
-                out.append(Charge(f"dX {name}", cost, (), (behind,)))
+                out.append(Charge(ChargeKind.INPUT_GRAD, cost, (), (behind,), **here))
         elif node.data:
             macs = int(node.macs * _ATTENTION) or _gradient_macs(node, node.data[0])
-            out.append(Charge(f"dX {name}", Cost(inputs * n, 0, macs * n), (), upstream))
+            out.append(Charge(ChargeKind.INPUT_GRAD, Cost(inputs * n, 0, macs * n), (), upstream, **here))
         if flow > taken_in:
-            out.append(Charge(f"dX {name}", Cost(bytes=flow - taken_in), (), upstream, now))
+            out.append(Charge(ChargeKind.INPUT_GRAD, Cost(bytes=flow - taken_in), (), upstream, now, **here))
         if node.params:
             alone, shared = split(max(everything - inputs, 0.0), [times.alone.get((i, p)) for p in node.params])
             for param, seconds in zip(node.params, alone, strict=True):
-                out.append(Charge(f"dW {param}", Cost(seconds * n, 0, _gradient_macs(node, param) * n), (param,)))
-            more = whole - max(flow, taken_in)
-            out.append(Charge(f"dW shared {name}", Cost((shared + times.norms.get(i, 0.0)) * n, more), node.params, (), now))
+                cost = Cost(seconds * n, 0, _gradient_macs(node, param) * n)
+                out.append(Charge(ChargeKind.WEIGHT_GRAD, cost, (param,), **here))
+            cost = Cost((shared + times.norms.get(i, 0.0)) * n, whole - max(flow, taken_in))
+            out.append(Charge(ChargeKind.WEIGHT_GRAD, cost, node.params, (), now, **here))
         return out
 
 
 def _pointing(charge: Charge, via: tuple[int, ...]) -> Charge:
     """`replace(charge, via=via)`, of which there are thousands, in a fifth of the time."""
-    return Charge(charge.name, charge.cost, charge.params, via, charge.live, charge.engine)
+    return Charge(charge.kind, charge.cost, charge.params, via, charge.live, charge.lean, charge.node, charge.name)
+
+
+def _label(node: Node) -> str:
+    return f"{node.op} {node.module}".strip()
 
 
 def _suffix_maxima(inference: Sequence[int]) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pliant.cost import from_graph as charges
+from pliant.cost.charge import ChargeKind
 from pliant.cost.from_graph import Sizes, Times
 from pliant.cost.node_timing import Passes
 from pliant.cost.peaks import Peaks, roof_seconds
@@ -24,7 +25,7 @@ from pliant.graph.backward import Graph, compute_loss, read, trainable
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule, Norms
-from pliant.runtime.clock import device_name, undisturbed
+from pliant.runtime.clock import Watch, device_name, undisturbed
 from pliant.runtime.memory import Live, StandIns, storage
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
@@ -52,7 +53,7 @@ def backward(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, bat
     """`counted`, with the MACs of the backward pass alone: `macs=0.15` is then a share of what a full backward pass takes, as
     the literature on tiny devices counts it."""
     profile = counted(model, optimizer, loss, batch, **how)
-    charges = (replace(c, cost=replace(c.cost, macs=0)) if c.kind == "forward" else c for c in profile.charges)
+    charges = (replace(c, cost=replace(c.cost, macs=0)) if c.kind is ChargeKind.FORWARD else c for c in profile.charges)
     return replace(profile, base=replace(profile.base, macs=0), charges=tuple(charges))
 
 
@@ -244,3 +245,25 @@ def peak_bytes(
     params = trainable(model)
     with sandbox(model):
         return Trial(model, optimizer, loss, batch, params, Norms(model, "as-is"), update, around).peak()
+
+
+def full_step_seconds(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    batch: Any,
+    params: Mapping[str, nn.Parameter],
+    watch: Watch,
+    *,
+    update: Update | None = None,
+    around: Around = nullcontext,
+    repeats: int = 3,
+) -> float:
+    """Seconds of a plain full step that trains all of `params`, with norms in the modes that they have now. Leaves no trace.
+
+    The first step does not count: it finds none of its weights in the caches.
+    """
+    with sandbox(model), undisturbed():
+        trial = Trial(model, optimizer, loss, batch, params, Norms(model, "as-is"), (update or Update()).apart(), around)
+        trial.watch = watch
+        return watch.typical([trial.step(params) for _ in range(repeats + 1)][1:])

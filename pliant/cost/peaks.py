@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 
 from pliant.core.types import Unit
-from pliant.cost.profile import Charge, Profile
+from pliant.cost.charge import Charge, ChargeKind
+from pliant.cost.profile import Profile
 from pliant.graph.backward import Graph, Node
 from pliant.runtime.clock import Watch, device_name
 from pliant.runtime.files import write_aside
@@ -112,19 +113,21 @@ class Row:
 
 def rows(graph: Graph, profile: Profile, units: Iterable[Unit]) -> list[Row]:
     """Where the backward pass of each unit stands: its own operations' input gradients and parameters' gradients."""
-    charges: dict[str, list[Charge]] = {}
-    for charge in profile.charges:
-        charges.setdefault(charge.name, []).append(charge)
     out = []
     for unit in units:
-        nodes = [node for node in graph.nodes if not node.carrier and not set(node.params).isdisjoint(unit.params)]
-        names = {f"dW {param}" for param in unit.params}
-        for node in nodes:
-            names |= {f"dX {node.op} {node.module}".strip(), f"dW shared {node.op} {node.module}".strip()}
-        mine = [charge for name in sorted(names) for charge in charges.get(name, ())]
+        own = set(unit.params)
+        nodes = {i: node for i, node in enumerate(graph.nodes) if not node.carrier and not own.isdisjoint(node.params)}
+        mine = [charge for charge in profile.charges if charge.node in nodes and _is_backward_of(charge, own)]
         seconds, macs = sum(charge.cost.seconds for charge in mine), sum(charge.cost.macs for charge in mine)
-        out.append(Row(unit.name, seconds, macs, sum(backward_moved(node) for node in nodes)))
+        out.append(Row(unit.name, seconds, macs, sum(backward_moved(node) for node in nodes.values())))
     return out
+
+
+def _is_backward_of(charge: Charge, params: set[str]) -> bool:
+    """Whether a charge of a node pays for its input gradients, or for gradients of these parameters."""
+    if charge.kind is ChargeKind.WEIGHT_GRAD:
+        return not params.isdisjoint(charge.params)
+    return charge.kind is ChargeKind.INPUT_GRAD
 
 
 def backward_moved(node: Node) -> int:

@@ -9,45 +9,49 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pliant.core import text as markup
 from pliant.core.errors import ProfileMismatch
+from pliant.core.mode import Mode
 from pliant.core.types import Cost, Part, Unit
 from pliant.cost import saved
-from pliant.cost.charge import AGAIN, CACHED, KEPT, KINDS, SPLIT, Charge, Piece, pieces_of
+from pliant.cost.charge import SPLIT, Charge, ChargeKind, Piece, pieces_of
 from pliant.cost.table import Table, tabulate
 from pliant.runtime.files import write_aside
 
-__all__ = ["AGAIN", "CACHED", "ENGINES", "KEPT", "KINDS", "SPLIT", "Charge", "Profile", "Table"]
+__all__ = ["SPARED_BY_INFERENCE", "SPLIT", "Charge", "ChargeKind", "Profile", "Table"]
 
-ENGINES = ("plain", "lean")  # that costs are known for
+# The share of the prefix's forward time that inference saves in captured steps, until it is measured in the run itself. Five
+# runs of MobileNetV2 on an H200 measured 0.32 to 0.54 (docs/engines.md); step_h200.md has the same steps without a session.
+SPARED_BY_INFERENCE = 0.3
 
 
 @dataclass(frozen=True)
 class Profile:
     """What one step of one model costs on one device, for any selection.
 
-    `base` is what every step pays (the forward pass); `charges` stand in the order in which backward runs. `head`
-    names the parameters of the module nearest the loss. `origin` says where and when this was taken. `coverage` is the
-    share of the backward time that was attributed to nodes; `uncounted` names operations whose MACs are unknown.
+    `base` is what every step pays (the forward pass); `charges` are in the order in which backward runs. `head` names the
+    parameters of the module nearest the loss. `origin` says where and when this was measured. `coverage` is the share of the
+    backward time that was attributed to nodes; `uncounted` names operations whose MACs are unknown.
 
-    Seconds and MACs add up; bytes are a peak. A step goes through `moments` (the operations of the forward pass, the nodes of
-    the backward pass, the optimizer), and each entry of it holds the bytes that live then even if nothing trains. The bytes of
-    a selection are its highest moment less the highest of `moments`: what training needs on top of inference.
+    Seconds and MACs add up; bytes are a peak. A step goes through `moments`: the operations of the forward pass, the nodes of
+    the backward pass, the optimizer. Each entry holds the bytes that live then even if nothing trains. The bytes of a
+    selection are its highest moment less the highest of `moments`: what training needs on top of inference.
 
     `plain` is what a step of training without this library costs, where that is not the same as choosing everything.
-    `checks` are whole steps that were taken to test the measurement: seconds predicted, of the fastest try, of the slowest.
-    `engine` runs the steps; `on("lean")` is the same profile for another one. `spared` is how much of the forward pass before
-    anything chosen a step does not pay for: all of it (1) where features come from a cache, some of its seconds where it runs
-    as inference. Then only the rest of it is in `base`, and the spared part is due for what lies between the loss and anything
-    chosen. `shapes` are those of the parameters: a slice costs its share of what its parameter's gradient, optimizer state and,
-    along the inputs, kept activations cost. `other_seconds` are those of each charge, and last of `base` where nothing is
-    spared, for steps that are `captured` as one launch; where the charges hold those already, for steps that are not. Empty:
-    nobody knows of a difference.
+    `checks` are whole steps that were measured to test the profile: seconds predicted, of the fastest try, of the slowest.
+    `shapes` are those of the parameters. A slice pays its share of its parameter's gradient, of the optimizer state and, along
+    the inputs, of kept activations.
+
+    `mode` says how the steps run; `on(mode)` is the same profile for steps that run otherwise. `spared` is the share of the
+    prefix (the forward pass before the first chosen layer) that a step does not pay: all of it (1) where the prefix comes from
+    a cache, some of its seconds where it runs as inference. `base` then holds only the rest, and the spared part is due for
+    the layers from the loss to the first chosen one. `other_seconds` are those of each charge, and last of `base` with nothing
+    spared, for captured steps; where the profile is one of captured steps, for steps that are not. Empty: no difference known.
     """
 
     charges: tuple[Charge, ...]
@@ -59,10 +63,9 @@ class Profile:
     moments: tuple[int, ...] = (0,)
     plain: Cost | None = None
     checks: tuple[tuple[float, float, float], ...] = ()
-    engine: str = "plain"
+    mode: Mode = field(default_factory=Mode)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     spared: float = 0.0
-    captured: bool = False
     other_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,25 +77,24 @@ class Profile:
         if self.other_seconds and len(self.other_seconds) != len(self.charges) + 1:
             raise ValueError(f"{len(self.other_seconds)} other seconds for {len(self.charges)} charges and the base.")
 
-    def on(self, engine: str, spared: float | None = None, captured: bool | None = None) -> Profile:
-        """The same profile for steps that another engine runs, that spare so much of the forward pass, or that are captured;
-        1.0 is still a plain full step."""
-        if engine not in ENGINES:
-            raise ValueError(f"engine={engine!r} is not known to profiles; one of: {', '.join(ENGINES)}.")
-        spared = self.spared if spared is None else spared
+    def on(self, mode: Mode, spared: float | None = None) -> Profile:
+        """The same profile for steps that run in this mode, of whose prefix such a share is spared; 1.0 is still a plain full
+        step. Without `spared`: all of it with a cache, none in eager steps, `SPARED_BY_INFERENCE` in captured ones."""
+        if spared is None:
+            spared = 1.0 if mode.cached else SPARED_BY_INFERENCE if mode.prefix and mode.graphs else 0.0
         if not 0 <= spared <= 1:
-            raise ValueError(f"spared={spared}: from nothing (0) to all (1) of the forward pass before anything chosen.")
-        if captured is not None and captured != self.captured and self.other_seconds:
-            return self._otherwise().on(engine, spared)
-        if (engine, spared) == (self.engine, self.spared):
+            raise ValueError(f"spared={spared}: a share of the forward pass before the first chosen layer, from 0 to 1.")
+        if mode.graphs != self.mode.graphs and self.other_seconds:
+            return self._otherwise().on(mode, spared)
+        if (mode, spared) == (self.mode, self.spared):
             return self
         seconds, macs = (old - new for old, new in zip(self._all_that(self.spared), self._all_that(spared), strict=True))
         base = replace(self.base, seconds=self.base.seconds + seconds, macs=self.base.macs + int(macs))
-        return replace(self, engine=engine, spared=spared, base=base if seconds or macs else self.base, plain=self.full)
+        return replace(self, mode=mode, spared=spared, base=base if seconds or macs else self.base, plain=self.full)
 
     def _otherwise(self) -> Profile:
         """The same profile with its other seconds, nothing spared."""
-        whole = self.on(self.engine, 0.0)
+        whole = self.on(self.mode, 0.0)
         *others, base = self.other_seconds
         charges = (replace(c, cost=replace(c.cost, seconds=s)) for c, s in zip(whole.charges, others, strict=True))
         return replace(
@@ -100,7 +102,7 @@ class Profile:
             charges=tuple(charges),
             base=replace(whole.base, seconds=base),
             plain=whole.full,
-            captured=not self.captured,
+            mode=replace(self.mode, graphs=not self.mode.graphs),
             other_seconds=whole.seconds,
         )
 
@@ -111,26 +113,32 @@ class Profile:
 
     def _all_that(self, spared: float) -> tuple[float, float]:
         """Seconds and MACs that are spared where nothing is chosen; inference takes less time, but all MACs."""
-        several = [charge.cost for charge in self.charges if charge.engine == CACHED]
+        several = [charge.cost for charge in self.charges if charge.kind is ChargeKind.FORWARD]
         seconds = spared * math.fsum(cost.seconds for cost in several)
         return seconds, sum(cost.macs for cost in several) if spared == 1 else 0
 
     @cached_property
     def _priced(self) -> tuple[Charge, ...]:
-        """The charges as they are due: of the forward pass, what was spared of it."""
+        """The charges as they are due: of the forward pass, the share that is spared."""
         if self.spared in (0, 1):
             return self.charges
-        return tuple(
-            replace(c, cost=replace(c.cost, seconds=self.spared * c.cost.seconds, macs=0)) if c.engine == CACHED else c
-            for c in self.charges
-        )
+        return tuple(self._spared(charge) if charge.kind is ChargeKind.FORWARD else charge for charge in self.charges)
 
-    def cost(self, units: Iterable[Unit], engine: str | None = None, spared: float | None = None) -> Cost:
+    def _spared(self, charge: Charge) -> Charge:
+        return replace(charge, cost=replace(charge.cost, seconds=self.spared * charge.cost.seconds, macs=0))
+
+    def cost(self, units: Iterable[Unit], engine: Literal["plain", "lean"] | None = None, cached: bool | None = None) -> Cost:
         """What one step costs when just these units are chosen. THE judge: solvers are checked against it.
 
-        Without `engine` and `spared`: on the engine that this profile is for, with as much of the forward pass spared.
+        Without `engine` and `cached`: for steps that run as this profile says. `engine` prices the same step with the lean
+        engine or without it, `cached` with the forward pass before the first chosen layer read from a cache or not.
         """
-        there = self.on(engine or self.engine, spared)
+        if engine not in (None, "plain", "lean"):
+            raise ValueError(f"engine={engine!r} is not known to profiles; one of: plain, lean.")
+        lean = self.mode.lean if engine is None else engine == "lean"
+        if cached is not None:
+            return self.on(replace(self.mode, lean=lean, prefix=cached, cached=cached)).cost(units)
+        there = self.on(replace(self.mode, lean=lean), self.spared)
         if there is not self:
             return there.cost(units)
         due = self.due(units)
@@ -187,7 +195,7 @@ class Profile:
 
     def kept(self, units: Iterable[Unit]) -> int:
         """Bytes that stay for the backward pass when just these units are chosen."""
-        return sum(charge.cost.bytes for charge in self.due(units) if charge.kind == KEPT)
+        return sum(charge.cost.bytes for charge in self.due(units) if charge.kind is ChargeKind.KEPT)
 
     def due(self, units: Iterable[Unit]) -> list[Charge]:
         """The charges that a step pays when just these units are chosen."""
@@ -209,7 +217,7 @@ class Profile:
 
     @cached_property
     def _reach(self) -> list[tuple[Charge, int, int]]:
-        """Each charge that counts on this engine, with its own parameters and those that make it due by way of others."""
+        """Each charge that counts in this mode, with its own parameters and those that make it due by way of others."""
         own = [sum(self._bits[param] for param in set(charge.params)) for charge in self.charges]
         behind = [0] * len(self.charges)
         for i in range(len(self.charges) - 1, -1, -1):
@@ -218,7 +226,9 @@ class Profile:
         return [each for each in zip(self._priced, own, behind, strict=True) if self._counts(each[0])]
 
     def _counts(self, charge: Charge) -> bool:
-        return charge.engine in (None, self.engine) or (self.spared > 0 and charge.engine == CACHED)
+        if charge.kind is ChargeKind.FORWARD:
+            return self.spared > 0
+        return charge.lean is None or charge.lean == self.mode.lean
 
     def _pieces(self, parts: Iterable[Part]) -> dict[str, Piece]:
         return pieces_of(parts, self.shapes)
@@ -230,7 +240,7 @@ class Profile:
 
     def param_bytes(self, name: str) -> int:
         """What a gradient of this parameter takes up."""
-        return sum(charge.cost.bytes for charge in self.charges if charge.name == f"gradient: {name}")
+        return sum(c.cost.bytes for c in self.charges if c.kind is ChargeKind.GRADIENT and c.params == (name,))
 
     def sizes(self, units: tuple[Unit, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """What each unit is, wherever it stands: the number of its elements, and the MACs of its own gradients."""
@@ -247,7 +257,7 @@ class Profile:
         elements = {param: math.prod(shape) for param, shape in self.shapes.items()}
         macs: dict[str, int] = {}
         for charge in self.charges:
-            if charge.name.startswith("dW ") and len(charge.params) == 1:
+            if charge.kind is ChargeKind.WEIGHT_GRAD and len(charge.params) == 1:
                 macs[charge.params[0]] = macs.get(charge.params[0], 0) + charge.cost.macs
         pieces = [self._pieces(unit.parts) for unit in units]
         sums = [[sum(of.get(p, 0) * share for p, (_, share) in piece.items()) for piece in pieces] for of in (elements, macs)]
@@ -255,12 +265,12 @@ class Profile:
 
     def output_bytes(self, name: str) -> int:
         """What the outputs of the operations that use this parameter take up."""
-        return sum(c.cost.bytes for c in self.charges if c.kind == "node" and name in c.params)
+        return sum(c.cost.bytes for c in self.charges if c.kind is ChargeKind.NODE and name in c.params)
 
     @cached_property
     def without_optimizer(self) -> Profile:
         """What forward and backward passes cost that no step of the optimizer follows."""
-        charges = (replace(c, cost=Cost()) if c.kind in ("optimizer", "scratch") else c for c in self.charges)
+        charges = (replace(c, cost=Cost()) if c.kind in SPLIT["optimizer"] else c for c in self.charges)
         return replace(self, charges=tuple(charges))
 
     @cached_property
@@ -306,7 +316,7 @@ class Profile:
             ]
         ]
         where = ", ".join(f"{key} {self.origin[key]}" for key in ("device", "batch") if key in self.origin)
-        title = f"A full step on the {self.engine} engine; {where or 'origin unknown'}"
+        title = f"A full step, {self.mode}; {where or 'origin unknown'}"
         return markup.Table(title, ("", "time", "live at its peak", "compute"), rows).html()
 
     def to_json(self) -> dict[str, Any]:

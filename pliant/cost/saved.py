@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from pliant.core.mode import Mode
 from pliant.core.types import Cost
-from pliant.cost.charge import Charge
+from pliant.cost.charge import Charge, ChargeKind
 
-_FORMAT = "pliant.profile/6"
+_FORMAT = "pliant.profile/7"
 
 
 def to_json(profile: Any) -> dict[str, Any]:
@@ -24,9 +25,8 @@ def to_json(profile: Any) -> dict[str, Any]:
         "moments": list(profile.moments),
         "plain": None if profile.plain is None else asdict(profile.plain),
         "checks": [list(check) for check in profile.checks],
-        "engine": profile.engine,
+        "mode": asdict(profile.mode),
         "spared": profile.spared,
-        "captured": profile.captured,
         "other_seconds": list(profile.other_seconds),
         "shapes": {name: list(shape) for name, shape in profile.shapes.items()},
     }
@@ -36,7 +36,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a profile by name, from what `to_json` made of it; another format is an error."""
     found = data.get("format") if isinstance(data, Mapping) else None
     if found != _FORMAT:
-        raise ValueError(f"not a Pliant profile: format is {found!r}, expected {_FORMAT!r}.")
+        raise ValueError(f"not a Pliant profile: format is {found!r}, expected {_FORMAT!r}")
     return {
         "charges": tuple(_charge_of(charge) for charge in data["charges"]),
         "base": Cost(**data["base"]),
@@ -47,26 +47,27 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
         "moments": tuple(data["moments"]),
         "plain": Cost(**data["plain"]) if data["plain"] else None,
         "checks": tuple((predicted, fastest, slowest) for predicted, fastest, slowest in data["checks"]),
-        "engine": data["engine"],
+        "mode": Mode(**data["mode"]),
         "shapes": {name: tuple(shape) for name, shape in data["shapes"].items()},
         "spared": data["spared"],
-        "captured": data["captured"],
         "other_seconds": tuple(data["other_seconds"]),
     }
 
 
 def _charge_to_json(charge: Charge) -> dict[str, Any]:
     return {
-        "name": charge.name,
+        "kind": charge.kind.value,
         "cost": {key: value for key, value in asdict(charge.cost).items() if value},
         "params": list(charge.params),
         "via": list(charge.via),
         "live": None if charge.live is None else list(charge.live),
-        "engine": charge.engine,
+        "lean": charge.lean,
+        "node": charge.node,
+        "name": charge.name,
     }
 
 
 def _charge_of(data: Mapping[str, Any]) -> Charge:
     live = tuple(data["live"]) if data["live"] else None
-    cost, params, via = Cost(**data["cost"]), tuple(data["params"]), tuple(data["via"])
-    return Charge(data["name"], cost, params, via, live, data["engine"])
+    kind, cost, params, via = ChargeKind(data["kind"]), Cost(**data["cost"]), tuple(data["params"]), tuple(data["via"])
+    return Charge(kind, cost, params, via, live, data["lean"], data["node"], data["name"])

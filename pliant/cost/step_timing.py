@@ -16,6 +16,7 @@ from torch import nn
 
 from pliant.core.types import Cost, Part, Unit
 from pliant.cost import from_graph as charges
+from pliant.cost.charge import ChargeKind
 from pliant.cost.from_graph import Array, Sizes, Times
 from pliant.cost.profile import Profile
 from pliant.graph.backward import Graph, compute_loss
@@ -187,9 +188,10 @@ def _parts(graph: Graph, profile: Profile, times: Times, rung: Collection[str]) 
     norms = {name for node in graph.nodes if node.is_norm for name in node.params}
     parts = [times.forward, 0.0, 0.0, times.fixed, 0.0, 0.0]
     for charge in profile.due([_unit(rung)]):
-        kind = {"dW": 4 if norms.issuperset(charge.params) else 2, "optimizer": 3}.get(charge.kind, 1)
-        parts[kind] += charge.cost.seconds
-        parts[5] += charge.kind == "node"
+        of_norms = norms.issuperset(charge.params)
+        part = {ChargeKind.WEIGHT_GRAD: 4 if of_norms else 2, ChargeKind.OPTIMIZER: 3}.get(charge.kind, 1)
+        parts[part] += charge.cost.seconds
+        parts[5] += charge.kind is ChargeKind.NODE
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Moments on a device and on the wall, and the seconds between them."""
+"""Clocks: seconds between two moments on a device, the wall time of a run, and what its steps take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CYCLES_PER_SECOND = 2e9  # of a GPU that is held back: about
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Python does not look for garbage inside: going through all objects of a process can take longer than many steps."""
+    """Python does not collect garbage inside: that can take longer than many steps."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -31,10 +31,14 @@ def undisturbed() -> Iterator[None]:
 
 
 class Watch:
-    """Marks moments and tells the seconds between them: this thread's CPU time, the wall, or CUDA events."""
+    """Marks moments and gives the seconds between them: this thread's CPU time, wall time, or CUDA events.
+
+    `wall` is the clock of the run as a whole. A simulated device is a subclass with clocks of its own.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
+        self.wall: Callable[[], float] = time.monotonic
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def mark(self) -> Any:
@@ -52,8 +56,8 @@ class Watch:
         return start.elapsed_time(end) / 1e3 if self.cuda else end - start
 
     def time(self, work: Callable[[], Any], lead: float = 0.0) -> tuple[float, Any]:
-        """Seconds that some work takes, and its result. A GPU is held back by a `lead` of seconds, so that it finds the work
-        issued and never waits for more."""
+        """Seconds that some work takes, and its result. A GPU first sleeps for `lead` seconds, so that all work is issued when
+        it starts."""
         self.settle()
         if lead and self.cuda:
             torch.cuda._sleep(int(lead * _CYCLES_PER_SECOND))
@@ -69,10 +73,10 @@ class Watch:
 
 
 class LaunchWatch(Watch):
-    """Tells how long the CPU is busy with issuing work to a GPU, which may finish it later."""
+    """Measures how long the CPU is busy with issuing work to a GPU, which may finish it later."""
 
     def __init__(self) -> None:
-        self.cuda = False
+        super().__init__(torch.device("cpu"))
         self._now = time.perf_counter
 
 
@@ -91,20 +95,15 @@ def device_name(device: torch.device) -> str:
     return f"cpu: {platform.machine()} {model}".rstrip()
 
 
-class Pace:
-    """The time of a run by the clock on the wall: all of it, what choosing took, and what passes between steps."""
-
-    _most_correcting = 0.002  # of the whole run so far
-    _in_any_case = 5  # corrections, so that a short run gets right too
+class RunTime:
+    """The wall time of a run: all of it, what profiling and choosing took, and what passes between steps."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._opened = now()
-        self._before = 0.0  # in sessions that this one goes on from
+        self._before = 0.0  # in sessions that this one continues
         self._first: float | None = None  # when training began
         self.spent = {"profiling": 0.0, "choosing": 0.0}
-        self._correcting = self._dearest = 0.0
-        self._corrections = 0
 
     @property
     def elapsed(self) -> float:
@@ -122,37 +121,6 @@ class Pace:
         finally:
             self.spent[kind] += self.elapsed - start
 
-    @contextmanager
-    def correcting(self) -> Iterator[None]:
-        """What runs inside is to take little of the run."""
-        start = self.elapsed
-        try:
-            yield
-        finally:
-            took = self.elapsed - start
-            self._correcting += took
-            self._dearest = max(self._dearest, took)
-            self._corrections += 1
-
-    @property
-    def per_correction(self) -> float:
-        """Seconds that a correction takes, in the mean so far."""
-        return self._correcting / self._corrections if self._corrections else 0.0
-
-    @property
-    def may_correct(self) -> bool:
-        """Whether another correction stays within what corrections may take."""
-        return self._corrections < self._in_any_case or self._wait(1) <= 0
-
-    @property
-    def pause(self) -> float:
-        """Seconds that must pass between a correction now and the next one."""
-        return 0.0 if self._corrections + 1 < self._in_any_case else max(self._wait(2), 0.0)
-
-    def _wait(self, more: int) -> float:
-        """Seconds until so many more corrections, each like the dearest so far, are within what they may take."""
-        return (self._correcting + more * self._dearest) / self._most_correcting - self.elapsed
-
     def aside(self, steps: int, mean_step: float | None) -> float:
         """Seconds that pass beside a step of `mean_step` seconds, on average."""
         if self._first is None or not steps or mean_step is None:
@@ -160,27 +128,21 @@ class Pace:
         return max((self.elapsed - self._first - sum(self.spent.values())) / steps - mean_step, 0.0)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "elapsed": self.elapsed,
-            "spent": dict(self.spent),
-            "correcting": [self._correcting, self._dearest, self._corrections],
-            "first": self._first,
-        }
+        return {"elapsed": self.elapsed, "spent": dict(self.spent), "first": self._first}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._opened, self._before = self._now(), state["elapsed"]
         self._first, self.spent = state["first"], dict(state["spent"])
-        self._correcting, self._dearest, self._corrections = state["correcting"]
 
 
 class Laps:
-    """What steps take. Moments are marked at once and read later, since reading waits for the device."""
+    """How long steps take. Moments are marked at once and read later, since reading waits for the device."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self._begun: Any = None
         self._last: deque[tuple[Any, Any]] = deque(maxlen=100)  # of this round
-        self._untaken: list[tuple[Any, Any] | float] = []
+        self._unread: list[tuple[Any, Any] | float] = []
 
     @property
     def is_running(self) -> bool:
@@ -195,12 +157,12 @@ class Laps:
         self._begun = None
 
     def end(self, counts: bool = True) -> Callable[[], float]:
-        """The lap is over, and counts or not; what comes back reads its seconds."""
+        """The lap is over, and counts or not; the result reads its seconds."""
         span = self._begun, self.watch.mark()
         self._begun = None
         if counts:
             self._last.append(span)
-            self._untaken.append(span)
+            self._unread.append(span)
         return partial(self.seconds, span)
 
     def seconds(self, span: tuple[Any, Any]) -> float:
@@ -217,19 +179,19 @@ class Laps:
         self._last.clear()
 
     @property
-    def untaken(self) -> int:
-        return len(self._untaken)
+    def unread(self) -> int:
+        return len(self._unread)
 
     def peek(self) -> list[float]:
-        """The laps that nobody has taken yet."""
-        return [lap if isinstance(lap, float) else self.seconds(lap) for lap in self._untaken]
+        """The laps that nobody has read yet."""
+        return [lap if isinstance(lap, float) else self.seconds(lap) for lap in self._unread]
 
-    def take(self) -> list[float]:
-        """The same, and now they are taken."""
+    def read(self) -> list[float]:
+        """The same, and now they are read."""
         laps = self.peek()
-        self._untaken.clear()
+        self._unread.clear()
         return laps
 
     def load(self, laps: Sequence[float]) -> None:
-        """Go on with what `peek` told elsewhere."""
-        self._begun, self._untaken = None, list(laps)
+        """Go on with what `peek` gave elsewhere."""
+        self._begun, self._unread = None, list(laps)

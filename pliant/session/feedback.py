@@ -1,23 +1,22 @@
-"""Asked, predicted, measured: what steps really take, and how the next plan is to be corrected for it. Arithmetic only."""
+"""Asked, predicted, measured: what steps really take, and whether the selection must change for it. Arithmetic only.
+
+One smoothed ratio of measured to predicted seconds prices the next plan. A selection changes only where its steps leave a band
+around what was asked, and only after a dwell time that doubles with every correction of a round. Seconds beyond what was asked
+are saved in later steps; seconds below it are not spent.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-WITHIN = 0.015  # of what was asked: closer than this nothing is corrected
-_PAY_BACK = 50  # steps within which seconds that were saved or overspent are made up for at the soonest: else choices swing
-_CHANCE = 10  # steps after which a correction must have shown
-_FEW = 5  # steps: the capture of a choice may be most of what fewer of them took
-_SURE = 3  # looks that say the same: a slow moment of the device is no reason for another choice where that is costly
-_LEAST, _MOST = 0.75, 1.25  # of what was asked: a step goes no further to pay back
-_SLOPES = 0.75, 4.0  # of measured over predicted: how much seconds may grow with their prediction
-_APART = 0.05  # relative: predictions that are nearer to each other than that tell no slope
-_FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
-_WILD = 2.0  # a step that takes this many times the median was disturbed and counts as so many
+OVER, UNDER = 0.02, 0.10  # of what is aimed at: the band in which nothing is corrected
+DWELL = 10  # steps until the first correction of a round; each one doubles it
+PAY_BACK = 50  # steps in which overspent seconds are saved
+LEAST = 0.92  # of what was asked: steps go no lower to save
+ENOUGH = 5  # steps: fewer say nothing, since the first ones of a selection pay for the change
 
 
 @dataclass
@@ -38,7 +37,6 @@ class Round:
     predicted_bytes: int = 0
     measured_bytes: int | None = None
     batch: int = 0
-    typical: float | None = None  # seconds of a step, by the last look
 
     @property
     def measured(self) -> float | None:
@@ -51,8 +49,8 @@ class Round:
                 return "–"
             return f"{seconds / self.full:.3f}" if self.full else f"{seconds * 1e3:.3g} ms"
 
-        told = f"asked {share(self.asked)}, predicted {share(self.predicted)}, measured {share(self.measured)}"
-        line = f"round {self.number} from step {self.step}: {told} of a full step, {self.steps} steps"
+        times = f"asked {share(self.asked)}, predicted {share(self.predicted)}, measured {share(self.measured)}"
+        line = f"round {self.number} from step {self.step}: {times} of a full step, {self.steps} steps"
         if self.asked_bytes is None:
             return line
         sizes = (self.asked_bytes, self.predicted_bytes, self.measured_bytes)
@@ -62,131 +60,84 @@ class Round:
 
 @dataclass
 class Feedback:
-    """Follows the steps of a run and says by how much the next plan must miss its limit so that the mean step meets it."""
+    """Follows the steps of a run."""
 
-    ratio: float = 1.0  # measured over predicted, of late
-    debt: float = 0.0  # seconds that were asked for and not taken; less than nothing: taken beyond
-    recent: float | None = None  # seconds of a step, of late
-    horizon: float = _PAY_BACK  # steps within which the debt is to be paid back
-    looks: list[float] = field(default_factory=list)  # seconds of a step, by the last looks at the selection in force
+    ratio: float = 1.0  # measured over predicted seconds, smoothed
+    bytes_ratio: float = 1.0  # measured over predicted bytes, the largest so far
+    recent: float | None = None  # seconds of a step of the selection in force
+    overspent: float = 0.0  # seconds beyond what was asked
+    waited: int = 0  # steps since the last selection or correction
+    corrections: int = 0  # tried in this round
     rounds: list[Round] = field(default_factory=list)
-    peaks: list[tuple[int, int]] = field(default_factory=list)  # bytes of steps, predicted and measured: the last two
-    costly: bool = False  # whether another choice is
-    since: int = 0  # the first of the rounds whose predictions are by the prices that are in force
-    same_bytes: int = 0  # the first of the rounds whose bytes are those of the engine that is in force
+
+    # ------------------------------------------------------------ seconds
 
     def begin(self, round: Round) -> None:
         """Another selection is in force."""
+        if not self.rounds or round.number != self.rounds[-1].number:
+            self.corrections = 0
         self.rounds.append(round)
-        self.recent, self.looks = None, []
+        self.recent, self.waited = None, 0
 
-    def predict(self, seconds: float) -> None:
-        """So much is predicted of the selection in force now: prices are better known."""
-        if self.rounds:
-            self.rounds[-1].predicted, self.since = seconds, len(self.rounds) - 1
+    def see(self, seconds: Sequence[float], asked: float | None, share: bool = False, owes: bool = True) -> None:
+        """Steps of the selection in force took so long.
 
-    def expect(self, seconds: float) -> None:
-        """Steps of the selection in force will take so long: the engine that runs them is another one than before."""
-        if self.rounds and self.rounds[-1].predicted > 0 and seconds > 0:
-            self.ratio, self.recent, self.looks = seconds / self.rounds[-1].predicted, None, []
-
-    def see(
-        self,
-        seconds: Sequence[float],
-        asked: float | None,
-        pays: bool = True,
-        share: bool = False,
-        pause: float = 0.0,
-        left: int = 0,
-    ) -> None:
-        """Steps of the selection in force. `pays`: what this one misses, later ones make up for. `pause`: the seconds that
-        must pass between two corrections. `left`: the steps that are still to come, where half of them is soon enough to make
-        up for something: another choice is costly there. So what steps of this one take is believed at once, not little by
-        little; the first of them, which pay for it, do not tell what the others take, and few are no sign at all.
-
-        A `share` is one of a full step as fast as this device takes it undisturbed, so what disturbs steps is left out: all of
-        them count as the quick ones among them do.
+        A `share` is one of a full step that nothing disturbs, so all steps count as the quicker ones among them. Where a
+        function of progress says what is left, nothing is owed (`owes`).
         """
         if not seconds or not self.rounds:
             return
-        now, middle = self.rounds[-1], sorted(seconds)[len(seconds) // 4] if share else median(seconds)
-        tame = [middle if share else min(s, _WILD * middle) for s in seconds]
-        tells = not left or len(seconds) >= _FEW
-        if tells and now.predicted > 0 and middle > 0:
-            seen = middle / now.predicted
-            at_once = left > 0 or (self.recent is None and len(self.rounds) == 1)
-            self.ratio = seen if at_once else (self.ratio + seen) / 2
-        self.costly = left > 0
-        if tells:
-            self.recent, now.typical = middle if left > 0 else fmean(tame), middle
-            self.looks = [*self.looks, self.recent][-_SURE:]
-        self.horizon = max(_PAY_BACK, pause / self.recent if self.recent else 0.0, left / 2)
+        now = self.rounds[-1]
+        typical = sorted(seconds)[len(seconds) // 4] if share else median(seconds)
+        if len(seconds) >= ENOUGH and now.predicted > 0 and typical > 0:
+            first = self.recent is None and len(self.rounds) == 1
+            self.ratio = typical / now.predicted if first else (self.ratio + typical / now.predicted) / 2
+            self.recent = typical
+        self.waited += len(seconds)
         now.seconds += sum(seconds)
         now.steps += len(seconds)
-        self.debt = self.debt + sum(asked - s for s in tame) if asked is not None and pays else 0.0
+        taken = typical * len(seconds) if share else sum(seconds)
+        self.overspent = max(self.overspent + taken - asked * len(seconds), 0.0) if asked is not None and owes else 0.0
 
-    def target(self, asked: float) -> float:
+    def aim(self, asked: float) -> float:
         """What a step should take from now on."""
-        return max(_LEAST * asked, min(asked + self.debt / self.horizon, _MOST * asked))
+        return max(asked - self.overspent / PAY_BACK, LEAST * asked)
 
-    def correction(self, asked: float) -> float:
-        """What to plan for, over what was asked."""
-        target, line = self.target(asked), self._line()
-        if line is None:
-            return target / asked / self.ratio
-        predicted, seconds, slope = line
-        return max(predicted + (target - seconds) / slope, _LEAST * target / self.ratio) / asked
-
-    def _line(self) -> tuple[float, float, float] | None:
-        """Where another choice is costly and two have run: what was predicted of this one, what it takes, and how much seconds
-        grow with their prediction from one to the other. Prices that are wrong for some layers are wrong for this choice and
-        right for that one: a ratio alone, and it swings to and fro."""
-        if not self.costly or len(self.rounds) <= self.since or not self.rounds[-1].typical:
-            return None
-        now, seconds = self.rounds[-1], self.rounds[-1].typical
-        for other in reversed(self.rounds[self.since : -1]):
-            apart = now.predicted - other.predicted
-            if other.typical is not None and abs(apart) > _APART * now.predicted > 0:
-                least, most = (share * seconds / now.predicted for share in _SLOPES)
-                return now.predicted, seconds, min(max((seconds - other.typical) / apart, least), most)
-        return None
-
-    def is_off(self, asked: float, toll: float = 0.0, asked_bytes: float | None = None) -> bool:
-        """Whether steps take so much more or less than they should that planning again is worth it. Where another choice has a
-        `toll` of so many seconds on each step that is left, a few looks in a row must say so. Where memory holds
-        the choice back (`asked_bytes`), seconds that are left over stay."""
+    def is_off(self, asked: float) -> bool:
+        """Whether steps take more than they should, or so much less that more could be chosen."""
         if self.recent is None:
             return False
-        looks, target, most = self.looks if toll else [self.recent], self.target(asked), WITHIN * asked + toll
-        enough = len(looks) == _SURE or not toll
-        too_short = target - max(looks) > most and not (asked_bytes is not None and self.is_short_of_memory(asked_bytes))
-        return enough and (min(looks) - target > most or too_short)
+        aim = self.aim(asked)
+        return not (1 - UNDER) * aim <= self.recent <= (1 + OVER) * aim
 
-    def is_nearer(self, predicted: float, asked: float) -> bool:
-        """Whether a step of which so much is predicted comes nearer to what it should take than steps do now."""
-        target = self.target(asked)
-        return self.recent is None or abs(self._expected(predicted) - target) < abs(self.recent - target)
-
-    def wants_next_up(self, predicted: float, asked: float) -> bool:
-        """Whether steps take much less than was asked, and a few of the next choice up, of which so much is predicted, would
-        come nearer to it: with both in turn the mean step is met, where nothing lies between them."""
-        if self.recent is None or asked - self.recent <= 2 * WITHIN * asked:
+    def may_correct(self, asked: float, seconds: float, left: int) -> bool:
+        """Whether the selection has had its time, and what it misses in the steps that are left is more than the seconds that
+        another selection costs."""
+        if self.recent is None or self.waited < DWELL * 2**self.corrections:
             return False
-        expected, owed = self._expected(predicted), asked + self.debt / _CHANCE
-        return self.target(asked) < expected <= _MOST * asked and expected - owed < owed - self.recent
+        return self.is_off(asked) and abs(self.recent - self.aim(asked)) * left > seconds
 
-    def _expected(self, predicted: float) -> float:
-        """What a step takes of which so much is predicted: what it took when it ran in this round, if it did."""
-        ran = [r for r in self.rounds if r.number == self.rounds[-1].number and r.predicted == predicted and r.steps]
-        if ran:
-            return sum(r.seconds for r in ran) / sum(r.steps for r in ran)
-        line = self._line()
-        return predicted * self.ratio if line is None else line[1] + (predicted - line[0]) * line[2]
+    def correcting(self) -> None:
+        """A correction is tried; the next one waits twice as long."""
+        self.corrections += 1
+        self.waited = 0
 
-    def is_stuck(self, asked: float) -> bool:
-        """Whether so much was saved that a step may take all that it ever may, and steps still take less than was asked."""
-        since = self.rounds[-1].steps if self.rounds else 0  # a correction had its chance
-        return since > _CHANCE and self.recent is not None and self.recent < asked and self.target(asked) >= _MOST * asked
+    def limit(self, asked: float) -> float:
+        """The seconds to plan for, so that steps take what they should."""
+        return self.aim(asked) / self.ratio
+
+    def reassess(self, asked: float | None, full: float) -> None:
+        """A full step takes `full` seconds now, so that another time is asked of the steps of this selection."""
+        if self.rounds and self.recent is not None and asked is not None:
+            self.rounds[-1].full = full
+            self.overspent = max(self.recent - asked, 0.0) * self.rounds[-1].steps
+
+    def predict(self, seconds: float, same_prices: bool) -> None:
+        """So much is predicted of the selection in force now. Where prices are others, what steps missed says nothing."""
+        if self.rounds:
+            self.rounds[-1].predicted = seconds
+        if not same_prices:
+            self.ratio, self.recent = 1.0, None
 
     # ------------------------------------------------------------ bytes
 
@@ -198,50 +149,26 @@ class Feedback:
         """The peak of a step of the selection in force, with a batch of so many elements."""
         now = self.rounds[-1]
         now.batch = batch
-        if now.measured_bytes is None or measured > now.measured_bytes:
-            now.measured_bytes = measured
-            earlier = [peak for peak in self.peaks if peak[0] != now.predicted_bytes]
-            self.peaks = [*earlier, (now.predicted_bytes, measured)][-2:]
+        now.measured_bytes = max(measured, now.measured_bytes or 0)
+        if now.predicted_bytes > 0:
+            self.bytes_ratio = max(self.bytes_ratio, measured / now.predicted_bytes)
 
     def is_over(self, asked: float) -> bool:
         """Whether a step of the selection in force took more bytes than this."""
         measured = self.rounds[-1].measured_bytes if self.rounds else None
         return measured is not None and measured > asked
 
-    def is_short_of_memory(self, asked: float) -> bool:
-        """Whether, in this round, something was added to a choice, and steps took more bytes than they might, and may now."""
-        same = [round for round in self.rounds[self.same_bytes :] if round.number == self.rounds[-1].number]
-        return any(
-            now.measured_bytes is not None
-            and now.measured_bytes > max(asked, now.asked_bytes or 0.0)
-            and now.predicted_bytes > before.predicted_bytes
-            for before, now in itertools.pairwise(same)
-        )
-
     def bytes_within(self, asked: float) -> float:
-        """The bytes to plan for, so that no more than was asked are measured: on the line through the last two peaks."""
-        predicted, measured = self.peaks[-1] if self.peaks else (0, 0)
-        if measured <= 0:
-            return asked
-        ratio = slope = measured / predicted if predicted > 0 else 1.0
-        if len(self.peaks) == 2:
-            before = self.peaks[0]
-            slope = min(max((before[1] - measured) / (before[0] - predicted), _FLATTEST * ratio), ratio)
-        return min(asked, predicted + (asked - measured) / slope)
-
-    def price_anew(self) -> None:
-        """Other prices: how far steps were off the old ones says nothing."""
-        self.ratio, self.since = 1.0, len(self.rounds)
-
-    def forget_bytes(self) -> None:
-        """Another engine: what the old one took says nothing."""
-        self.peaks, self.same_bytes = [], len(self.rounds)
+        """The bytes to plan for, so that no more than was asked are measured."""
+        return asked / self.bytes_ratio
 
     # ------------------------------------------------------------ the run
 
-    def forget(self) -> None:
-        """Another budget: nothing is owed from the old one."""
-        self.debt = 0.0
+    def forget(self, bytes: bool = False) -> None:
+        """Another budget: nothing is owed from the old one. Another way to keep tensors: nothing is known of its `bytes`."""
+        self.overspent, self.corrections, self.waited = 0.0, 0, 0
+        if bytes:
+            self.bytes_ratio = 1.0
 
     @property
     def mean(self) -> float | None:
@@ -254,7 +181,5 @@ class Feedback:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Feedback:
-        rounds = [Round(**{f.name: saved[f.name] for f in fields(Round) if f.name in saved}) for saved in state["rounds"]]
-        peaks = [(predicted, measured) for predicted, measured in state["peaks"]]
-        known = {f.name: state[f.name] for f in fields(cls) if f.name in state}
-        return cls(**known | {"rounds": rounds, "peaks": peaks})
+        known = {f.name: state[f.name] for f in fields(cls)}
+        return cls(**known | {"rounds": [Round(**saved) for saved in state["rounds"]]})

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pliant import __version__
+from pliant.core import text
+from pliant.core.mode import Mode
+from pliant.core.types import Selection, Unit
+from pliant.cost.profile import Profile
+from pliant.planning.policy import Policy
+from pliant.session.feedback import Round
+
 _FLUSH_EVERY = 20  # steps: reading a loss off a GPU waits for it, so not at every one
+_SHOWN = 10  # of the last rounds, in a notebook
 
 
 class RunLog:
@@ -48,17 +58,90 @@ class RunLog:
             ],
         )
 
+    # ------------------------------------------------------------ what a session writes
+
+    def start(self, policy: Policy, profile: Profile, units: tuple[Unit, ...], engine: str, profiling_seconds: float) -> None:
+        """What a run begins with; the cost of a unit is that of a step with it alone."""
+        if self.path is None:
+            return
+        self.write(
+            "start",
+            pliant=__version__,
+            policy=policy.name,
+            when=policy.when.name,
+            signal=policy.signal.name,
+            engine=engine,
+            seed=policy.seed,
+            origin=dict(profile.origin),
+            full=asdict(profile.full),
+            forward=asdict(profile.base),
+            units={unit.name: list(unit.params) for unit in units},
+            costs={unit.name: asdict(cost) for unit, cost in zip(units, profile.alone(units), strict=True)},
+            split=_split(profile.on(Mode()), [profile.everything]),
+            checks=[list(check) for check in profile.checks],
+            coverage=profile.coverage,
+            uncounted=list(profile.uncounted),
+            profiling_seconds=profiling_seconds,
+        )
+
+    def round(
+        self,
+        selection: Selection,
+        profile: Profile,
+        engine: str,
+        choosing_seconds: float,
+        measured_before: float | None,
+        resident: int | None,
+    ) -> None:
+        """A selection, what the parts of its step cost, and what choosing it took."""
+        if self.path is None:
+            return
+        self.write(
+            "round",
+            **selection.to_json(),
+            split=_split(profile, selection.units),
+            engine=engine,
+            choosing_seconds=choosing_seconds,
+            measured_before=measured_before,
+            resident=resident,
+        )
+
+    def memory(self, step: int, number: int, round: Round, measured: int) -> None:
+        """The bytes of a step that was measured, beside those that its round asked for and predicted."""
+        amounts = {"asked": round.asked_bytes, "predicted": round.predicted_bytes, "measured": measured}
+        self.write("memory", step=step, round=number, **amounts)
+
+
+def display(name: str, engine: str, steps: int, rounds: Sequence[Round], selection: Selection | None) -> str:
+    """HTML for a notebook: what the last rounds asked, predicted and measured, and what is chosen now."""
+    if selection is None:
+        return text.tag("p", f"{name}: nothing is chosen yet; the first step chooses.")
+    rows = [
+        (str(r.number), str(r.step + 1), str(r.steps), *map(text.seconds, (r.asked, r.predicted, r.measured)))
+        for r in rounds[-_SHOWN:]
+    ]
+    title = f"{name}, {steps} steps on the {engine} engine: time per step"
+    table = text.Table(title, ("round", "from step", "steps", "asked", "predicted", "measured"), rows)
+    return table.html() + selection._repr_html_()
+
+
+def _split(profile: Profile, units: Sequence[Unit]) -> dict[str, Any]:
+    return {part: asdict(cost) for part, cost in profile.split(units).items()}
+
+
+# ---------------------------------------------------------------- the file
+
 
 def append(path: str | os.PathLike[str], lines: Iterable[Mapping[str, Any]]) -> None:
     """Add lines in one write, after cutting off what an interrupted write left behind."""
-    text = "".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines).encode()
-    if not text:
+    content = "".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines).encode()
+    if not content:
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "a+b") as file:
         _cut_torn_line(file)
-        file.write(text)
+        file.write(content)
 
 
 def _cut_torn_line(file: Any) -> None:
@@ -73,7 +156,7 @@ def _cut_torn_line(file: Any) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The whole lines of a log; a torn last line is passed over, a broken line elsewhere is an error."""
+    """The whole lines of a log; a torn last line is skipped, a broken line elsewhere is an error."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):

@@ -73,7 +73,7 @@ class Options:
             if least is not None and given is not None and given < least:
                 raise TaskError(f"{each.name}={given!r}: give {least} or more.")
         try:
-            modes.allowed(self.engine, memory_is_short=False, cuda=False, caches=False)
+            modes.parse(self.engine)
         except ValueError as error:
             raise TaskError(str(error)) from error
         if not 0 < self.validation < 0.5:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from pliant.apps.tasks import Task
 from pliant.apps.train.interrupts import Stopped, Stopwatch, delayed_interrupt
 from pliant.apps.train.options import Evaluation, OnStatus, Options, Result, Status
 from pliant.core.budget import Progress
+from pliant.core.mode import Mode
 from pliant.cost import measure
-from pliant.engine.engine import ENGINES
+from pliant.engine.engine import around_forward
 from pliant.runtime.files import write_aside
 from pliant.session import checkpoint, run_log
 from pliant.session.session import Session
@@ -191,7 +193,7 @@ class TrainingRun:
     def peak_bytes(self) -> int:
         """Peak memory of a step with the current selection, beyond that of inference."""
         batch = next(self.task.batches(self.options.batch, self.options.seed, 0))
-        around = ENGINES["lean" if "lean" in self.session.engine.split("+") else "plain"]
+        around = partial(around_forward, Mode(lean="lean" in self.session.engine.split("+")))
         update = self.session.update
         step, inference = measure.peak_bytes(
             self.task.model, self.session.optimizer, tasks.loss, batch, update=update, around=around

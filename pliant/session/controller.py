@@ -1,0 +1,382 @@
+"""`Controller`: decides what trains next and keeps it inside the budget.
+
+It measures once, probes when the schedule asks, plans, and corrects a plan whose steps miss what was asked. It changes nothing:
+the session applies what it decides. How steps run is the engine's matter; every price here is that of the mode it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pliant.core.budget import RESOURCES, Budget, Progress
+from pliant.core.errors import BudgetError, ProbeError
+from pliant.core.mode import Mode
+from pliant.core.types import Part, Selection, Unit
+from pliant.cost.charge import ChargeKind
+from pliant.cost.measure import inside, origin, sparing
+from pliant.cost.profile import Profile
+from pliant.graph.backward import read
+from pliant.planning.floor import in_reach, least_bytes, leaving_room
+from pliant.planning.plan import plan
+from pliant.planning.policy import Policy
+from pliant.runtime.batches import Around, Loss
+from pliant.runtime.batchnorm import NormRule
+from pliant.runtime.optimizer_step import Update
+from pliant.runtime.sandbox import sandbox
+from pliant.session.feedback import DWELL, Feedback, Round
+from pliant.signals.drift import Drift
+
+Probe = Callable[[int], dict[Unit, float]]
+
+LOOK_EVERY = 10  # steps between two comparisons of measured and predicted seconds
+_STEPS_LEFT = 1000  # that a selection is taken to last where the length of the run is unknown
+_WHILE_SCORED = 3  # times a parameter's bytes, while it is scored: a gradient, its update and their product
+
+
+class Controller:
+    """What can be chosen, what it costs, what it is worth, what is chosen now, and whether that keeps the budget."""
+
+    def __init__(self, policy: Policy, profile: Profile | None = None, *, check: bool = True, correct: bool = True) -> None:
+        """`check` compares a profile that was given with the conditions of the first batch; `correct` closes the loop."""
+        self.policy, self.profile, self.correct = policy, profile, correct
+        self.units: tuple[Unit, ...] = ()
+        self.selection: Selection | None = None
+        self.drift = Drift()
+        self.feedback = Feedback()
+        self._check = check and profile is not None
+        self._values: dict[Unit, float] = {}
+        self._pending: Selection | None = None  # planned for a new budget, not yet in force
+        self._asks_anyway = False  # for another selection, whatever the schedule says
+        self._last = Progress()  # where the run stood at the last selection
+        self._priced: tuple[Profile, Mode, Profile] | None = None
+
+    # ------------------------------------------------------------ costs
+
+    def measure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        batch: Any,
+        update: Update,
+        norm: NormRule,
+        around: Around,
+    ) -> None:
+        """Measure costs and name the units, on the first batch. Every parameter must be as the user left it.
+
+        Forward passes are measured inside of `around()`, unless slices of parameters can be chosen.
+        """
+        with sandbox(model):
+            units = self.policy.units(read(model, loss, batch))
+        if self.profile is None:
+            # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
+            short = self.policy.budget.memory is not None and update.scaler is None
+            whole = all(part.dim is None for unit in units for part in unit.parts)
+            cost = inside(self.policy.cost, around) if whole else self.policy.cost
+            cost = sparing(cost) if short else cost
+            self.profile = cost(model, optimizer, loss, batch, update=update, norm=norm)
+        elif self._check:
+            self.profile.check_origin(origin(model, batch, update, norm))
+        self.units = units
+
+    def prices(self, mode: Mode) -> Profile:
+        """What steps cost that run in this mode."""
+        if self.profile is None:
+            raise RuntimeError("nothing is measured yet: the first step (or before_step) measures.")
+        if self._priced is None or self._priced[0] is not self.profile or self._priced[1] != mode:
+            self._priced = self.profile, mode, self.profile.on(mode)
+        return self._priced[2]
+
+    def _budget(self, mode: Mode) -> Budget:
+        """What is left of the budget beside what captured steps hold."""
+        budget = self.policy.budget
+        return leaving_room(budget, self.prices(mode)) if mode.graphs and budget.memory is not None else budget
+
+    def asked_seconds(self, now: Progress) -> float | None:
+        """The time limit of a step as it is now."""
+        if self.profile is None or self.policy.budget.time is None:
+            return None
+        return self.policy.budget.limits(self.profile.full, now).get("seconds")
+
+    def _asked_bytes(self, now: Progress, mode: Mode) -> float | None:
+        """The memory limit of a step as it is now."""
+        if self.policy.budget.memory is None:
+            return None
+        return self._budget(mode).limits(self.prices(mode).full, now)["bytes"]
+
+    def _bytes_within(self, now: Progress, mode: Mode) -> float | None:
+        """The bytes to plan for."""
+        asked = self._asked_bytes(now, mode)
+        return asked if asked is None or not self.correct else self.feedback.bytes_within(asked)
+
+    def has_room(self, budget: Budget, now: Progress, mode: Mode) -> bool:
+        """Whether steps that train the least there is, and are captured, fit into this budget's memory."""
+        if self.profile is None or not self.units or budget.memory is None:
+            return True
+        prices = self.profile.on(replace(mode, graphs=True, prefix=True, lean=True))
+        room = leaving_room(budget, prices).limits(prices.full, now)["bytes"]
+        within = self.feedback.bytes_within(room) if self.correct else room
+        return least_bytes(self.policy, prices, self.units) <= within
+
+    # ------------------------------------------------------------ choosing
+
+    def is_due(self, now: Progress) -> bool:
+        """Whether `next` has something to do."""
+        return self._pending is not None or self.selection is None or self._asks(now)
+
+    def _asks(self, now: Progress) -> bool:
+        """Whether another selection is due by the schedule, or was asked for."""
+        left = now.total_steps - now.step if now.total_steps is not None else 0
+        if 0 < left < self.policy.when.lasts:
+            return False
+        return self._asks_anyway or self.policy.when.due(now, self._last, self.drift.amount)
+
+    def next(self, now: Progress, mode: Mode, probe: Probe) -> Selection | None:
+        """What to change to, or None. `probe(round)` scores every unit on the batch at hand.
+
+        A probe that fails ends the attempt: what is in force stays.
+        """
+        if self._pending is not None:
+            self._asks_anyway = self.selection is not None and self._asks(now)  # what is due now comes with the next batch
+            return self._pending
+        if self.selection is not None and not self._asks(now):
+            return None
+        self._asks_anyway = False
+        try:
+            self._values = probe(self._next_round)
+        except ProbeError:
+            self._last = now
+            raise
+        return self._plan(replace(now, round=self._next_round), mode)
+
+    @property
+    def _next_round(self) -> int:
+        return self.selection.round + 1 if self.selection is not None else 0
+
+    def _plan(self, now: Progress, mode: Mode, near: Sequence[Unit] = ()) -> Selection:
+        """A selection that is `near` changes as little as it must."""
+        correction = None  # at the start, a budget that cannot be kept is an error
+        if self.feedback.rounds:
+            asked = self.asked_seconds(now)
+            correction = self.feedback.limit(asked) / asked if asked is not None and self.correct else 1.0
+        policy = replace(self.policy, budget=self._budget(mode))
+        return plan(policy, self.prices(mode), self._values, now, correction, self._bytes_within(now, mode), near)
+
+    def take(self, selection: Selection, now: Progress) -> None:
+        """This selection is in force from now on."""
+        if self.selection is not None and selection.round == self.selection.round:  # the same round, corrected
+            self.drift.follow_only(unit.name for unit in selection.units)
+        else:
+            self._last, self.drift = now, Drift()
+        self.selection, self._pending = selection, None
+        asked, predicted, full = selection.asked.get("seconds"), selection.cost.seconds, selection.full.seconds
+        begins = Round(selection.round, selection.step, asked, predicted, full)
+        begins.asked_bytes, begins.predicted_bytes = selection.asked.get("bytes"), selection.cost.bytes
+        self.feedback.begin(begins)
+
+    def ask_again(self) -> None:
+        """Probe with the next batch, whatever the schedule says."""
+        self._asks_anyway = True
+
+    def windows(self, now: Progress, mode: Mode, batch: Any) -> list[list[str]] | None:
+        """Parameters that a probe of such a batch may score together within the memory that a step may take; None where
+        nothing is limited.
+
+        One that alone needs more, or whose units each alone take more MACs than a step may, is in no window: it could not be
+        trained either.
+        """
+        limit, prices = self._bytes_within(now, mode), self.prices(mode)
+        if limit is None and self.policy.budget.macs is None:
+            return None
+        names = in_reach(replace(self.policy, budget=self._budget(mode)), prices, self.units, now)
+        if limit is None:
+            return [names]
+        if self.selection is not None:  # the optimizer's state stays meanwhile
+            due = prices.due(self.selection.units)
+            limit -= sum(charge.cost.bytes for charge in due if charge.kind is ChargeKind.OPTIMIZER)
+        if mode.graphs:  # captured steps are released meanwhile
+            limit += prices.inference
+        signal, size = self.policy.signal, {name: prices.param_bytes(name) for name in names}
+        if signal.needs == "activation":
+            size = {name: prices.output_bytes(name) for name in names}
+
+        def fits(window: list[str]) -> bool:
+            held = sum(size[name] for name in window) if signal.needs == "activation" else 0
+            scoring = _WHILE_SCORED * max(size[name] for name in window)
+            passes = prices.without_optimizer.cost([Unit("*", tuple(Part(name) for name in window))]).bytes
+            return passes + held + scoring <= limit
+
+        out: list[list[str]] = []
+        for name in names:
+            if out and fits([*out[-1], name]):
+                out[-1].append(name)
+            elif fits([name]):
+                out.append([name])
+        return out
+
+    # ------------------------------------------------------------ the closed loop
+
+    def see(self, seconds: Sequence[float], now: Progress) -> None:
+        """Steps of the selection in force took so long."""
+        owes = not callable(self.policy.budget.time)
+        self.feedback.see(seconds, self.asked_seconds(now), share=self._is_share(now), owes=owes)
+
+    def _is_share(self, now: Progress) -> bool:
+        """Whether the time that is asked for is a share of a full step."""
+        given = self.policy.budget.time
+        return not isinstance(given(now) if callable(given) else given, str)
+
+    def correction(
+        self, now: Progress, mode: Mode, change_seconds: float, measure_full: Callable[[], float]
+    ) -> tuple[Selection | None, str | None]:
+        """Another selection for the same round, if steps miss the budget, and what the log should say of it.
+
+        `change_seconds` is what another selection costs beside its steps. `measure_full` takes plain full steps and returns
+        their seconds: a share of the time is one of a full step on the device as it is now, so it is measured again before
+        every correction.
+        """
+        if self.selection is None or self._pending is not None:
+            return None, None
+        if self.correct and self.is_over_memory(now, mode):
+            return self._smaller(now, mode), None
+        if self._budget_moved(now, mode):
+            return self._if_new(self._plan(replace(now, round=self.selection.round), mode)), None
+        asked = self.asked_seconds(now) if self.correct else None
+        left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
+        if asked is None or not self.feedback.may_correct(asked, change_seconds, left):
+            return None, None
+        self.feedback.correcting()
+        note = self._measure_full_again(now, measure_full)
+        asked = self.asked_seconds(now) or asked
+        if not self.feedback.is_off(asked):
+            return None, note
+        before = self.selection
+        selection = self._if_new(self._plan(replace(now, round=before.round), mode, before.units))
+        why = self._out_of_reach(asked) if selection is None else None
+        return selection, note if why is None else f"asked {self.feedback.rounds[-1]}: {why}"
+
+    def _measure_full_again(self, now: Progress, measure_full: Callable[[], float]) -> str | None:
+        """Where the budget is a share of a full step: what a full step takes now."""
+        if not self._is_share(now) or self.profile is None or self.policy.budget.memory is not None:
+            return None  # with a limit on memory there is no room for a full step
+        seconds, before = measure_full(), self.profile.full
+        if seconds <= 0:
+            return None
+        self.profile = replace(self.profile, plain=replace(before, seconds=seconds))
+        self.feedback.reassess(self.asked_seconds(now), seconds)
+        return f"the full step was measured again: {seconds * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
+
+    def _if_new(self, selection: Selection) -> Selection | None:
+        """None where this is what trains already; then only its limits change."""
+        if self.selection is None or selection.units != self.selection.units:
+            return selection
+        self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
+        return None
+
+    def _out_of_reach(self, asked: float) -> str | None:
+        """Why steps cannot come nearer to what was asked."""
+        if self.selection is None or self.feedback.recent is None:
+            return None
+        if self.feedback.recent > asked:
+            return "the cheapest step there is takes more"
+        if len(self.selection.units) >= sum(value > 0 for value in self.selection.values.values()):
+            return "everything that is worth training is chosen"
+        return "memory leaves no room for more" if "bytes" in self.selection.limit else None
+
+    def _smaller(self, now: Progress, mode: Mode) -> Selection:
+        """A selection that is predicted to take less memory than the one in force, by as much as that took too much."""
+        if self.selection is None:
+            raise RuntimeError("nothing is chosen yet.")
+        selection = self._plan(replace(now, round=self.selection.round), mode)
+        if selection.units == self.selection.units:
+            asked, ran = self._asked_bytes(now, mode) or 0.0, self.feedback.rounds[-1]
+            floor = math.ceil((ran.measured_bytes or 0) / 1e3)
+            raise BudgetError(
+                f"memory={asked / 1e3:.10g} KB is below the floor of {floor} KB: so much was measured in a step that trains "
+                f"the least there is ({', '.join(unit.name for unit in selection.units)}). Use memory>='{floor}KB'."
+            )
+        return selection
+
+    def is_over_memory(self, now: Progress, mode: Mode) -> bool:
+        """Whether a step of the selection in force took more bytes than it may."""
+        asked = self._asked_bytes(now, mode) if self.correct and self.selection is not None else None
+        return asked is not None and self.feedback.is_over(asked)
+
+    def _budget_moved(self, now: Progress, mode: Mode) -> bool:
+        """Whether a budget that is a function of progress has moved away from the one that was planned for."""
+        if self.selection is None or not any(callable(getattr(self.policy.budget, kind)) for kind in RESOURCES):
+            return False
+        planned = self.selection.asked
+        limits = self._budget(mode).limits(self.prices(mode).full, now)
+        if self.feedback.waited < DWELL:  # as long as a correction waits
+            limits.pop("seconds", None)
+        return any(abs(amount - planned.get(name, 0.0)) > 0.05 * planned.get(name, 0.0) for name, amount in limits.items())
+
+    # ------------------------------------------------------------ what changes from outside
+
+    def change_budget(self, budget: Budget, now: Progress, mode: Mode) -> None:
+        """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays."""
+        old, self.policy = self.policy, replace(self.policy, budget=budget)
+        if self.selection is None or self.profile is None:
+            return
+        try:
+            then = replace(now, round=self._next_round)
+            plan(replace(self.policy, budget=self._budget(mode)), self.prices(mode), self._values, then)  # or it is refused
+            self._pending = self._plan(then, mode)
+        except BaseException:
+            self.policy = old
+            raise
+        self.feedback.forget()
+
+    def run_in(self, old: Mode, new: Mode) -> None:
+        """Steps run in another mode from now on; what is chosen stays, at other prices."""
+        if self.profile is None or self.selection is None:
+            return
+        cost = self.prices(new).cost(self.selection.units)
+        if old.lean != new.lean:
+            self.feedback.forget(bytes=True)
+        self.feedback.predict(cost.seconds, same_prices=cost.seconds == self.selection.cost.seconds)
+        self.selection = replace(self.selection, cost=cost)
+
+    # ------------------------------------------------------------ save and resume
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what is chosen next, in plain types."""
+        budget = {kind: getattr(self.policy.budget, kind) for kind in RESOURCES}
+        return {
+            "policy": self.policy.name,
+            "last": [self._last.step, self._last.round],
+            "asks_anyway": self._asks_anyway,
+            "units": [unit.to_json() for unit in self.units],
+            "profile": self.profile.to_json() if self.profile is not None else None,
+            "selection": self.selection.to_json() if self.selection is not None else None,
+            "pending": self._pending.to_json() if self._pending is not None else None,
+            "values": {unit.name: value for unit, value in self._values.items()},
+            "drift": self.drift.state(),
+            "feedback": self.feedback.state(),
+            "budget": None if any(callable(amount) for amount in budget.values()) else budget,
+            "seed": self.policy.seed,
+        }
+
+    def load(self, state: Mapping[str, Any], now: Progress) -> None:
+        """Go on from a saved state: same values, same selection, same measurements."""
+        self.units = tuple(Unit.from_json(unit) for unit in state["units"])
+        by_name = {unit.name: unit for unit in self.units}
+        self._last = replace(now, step=state["last"][0], round=state["last"][1])
+        self._asks_anyway = state["asks_anyway"]
+        if state["profile"]:
+            self.profile = Profile.from_json(state["profile"])
+        self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
+        self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
+        self._values = {by_name[name]: value for name, value in state["values"].items()}
+        self.drift = Drift.of(state["drift"])
+        self.feedback = Feedback.of(state["feedback"])
+        self.policy = replace(self.policy, seed=state["seed"])
+        if state["budget"] is not None:
+            self.policy = replace(self.policy, budget=Budget(**state["budget"]))

@@ -1,0 +1,399 @@
+"""`Loop`: one training run. It prepares each step, runs it and records it; `Session` is its public face."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from pliant import signals
+from pliant.core.budget import Budget, Progress
+from pliant.core.errors import ProbeError
+from pliant.core.types import Selection, Unit
+from pliant.cost.measure import full_step_seconds, inference_bytes
+from pliant.cost.profile import Profile
+from pliant.engine.engine import Engine, around_forward
+from pliant.graph.backward import trainable
+from pliant.planning.policy import Policy
+from pliant.runtime import batches
+from pliant.runtime.batches import Around, Loss, Pieces
+from pliant.runtime.batchnorm import Norms
+from pliant.runtime.clock import Laps, RunTime, Watch
+from pliant.runtime.memory import resident
+from pliant.runtime.optimizer_step import Update
+from pliant.runtime.trainable import apply_, check_in_groups, found, restore_
+from pliant.session.controller import LOOK_EVERY, Controller
+from pliant.session.delta import Undo
+from pliant.session.run_log import RunLog
+from pliant.session.stepper import Stepper, StepResult
+from pliant.signals.drift import Drift
+
+_FORMAT = "pliant.session/9"
+
+
+class Loop:
+    """What a session does between two calls: decide, apply, run, record. Everything that can change hands is an attribute."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        engine: Engine,
+        controller: Controller,
+        norms: Norms,
+        update: Update,
+        log: RunLog,
+        undo: Undo | None,
+        probe: Pieces | None,
+        clock: Watch | None,
+    ) -> None:
+        self.model, self.loss, self.engine, self.controller = model, loss, engine, controller
+        self.norms, self.update, self.log, self.undo = norms, update, log, undo
+        self.params = trainable(model)
+        self.steps_per_epoch: int | None = None
+        self.total_steps: int | None = None
+        self.steps = 0
+        self._probe_on = probe
+        self._found = found(model)
+        self._device = next(iter(self.params.values())).device
+        self.laps = Laps(clock if clock is not None else Watch(self._device))
+        self.time = RunTime(self.laps.watch.wall)
+        self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
+        self._elements = 0  # of the batch whose step is measured
+        self._change_seconds = 0.0  # what the last change of the selection took
+
+    # ------------------------------------------------------------ where it stands
+
+    @property
+    def progress(self) -> Progress:
+        aside = self.time.aside(self.steps, self.controller.feedback.mean)
+        return Progress(self.steps, self.round, self.steps_per_epoch, self.total_steps, self.time.elapsed, aside)
+
+    @property
+    def round(self) -> int:
+        return self.controller.selection.round if self.controller.selection is not None else 0
+
+    @property
+    def policy(self) -> Policy:
+        return self.controller.policy
+
+    @property
+    def budget(self) -> Budget:
+        return self.policy.budget
+
+    @property
+    def selection(self) -> Selection:
+        if self.controller.selection is None:
+            raise RuntimeError("nothing is chosen yet: the first step (or before_step) chooses.")
+        return self.controller.selection
+
+    @property
+    def profile(self) -> Profile:
+        """What steps cost in the mode that they run in."""
+        return self.controller.prices(self.engine.mode)
+
+    def note(self, text: str) -> None:
+        self.log.write("note", step=self.steps, text=text)
+
+    # ------------------------------------------------------------ a step
+
+    def step(self, batch: Any, ids: Any) -> torch.Tensor:
+        """One batch of ours. Returns its loss, detached."""
+        if self.stepper.begins:
+            if not self.engine.is_settled(own_loop=False, has_ids=ids is not None):
+                self.settle(own_loop=False, has_ids=ids is not None)
+            self.engine.zero_grad()  # first: a probe needs the room
+            self._prepare(batch, self.engine.around)
+            self.stepper.measure_bytes(self._inference_bytes(batch))
+        else:
+            self._hold_norms(self.selection.params)
+        value, result = self.stepper.run(batch, ids)
+        if result is not None:
+            self.record(result)
+        return value
+
+    def before_step(self, batch: Any) -> None:
+        """The caller's own step follows."""
+        if not self.engine.is_settled(own_loop=True, has_ids=False):
+            self.settle(own_loop=True, has_ids=False)
+        self._prepare(batch, nullcontext)
+        if self.engine.slices is not None and self.update.scaler is not None:
+            self.laps.drop()
+            raise ValueError("a GradScaler cannot unscale slices of parameters in a loop of your own: use session.step.")
+        self.engine.hook_own_step()
+        if self._device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
+            self.stepper.measure_bytes(self._inference_bytes(batch))
+
+    def _prepare(self, batch: Any, around: Around) -> None:
+        """Measure, correct, choose and apply, as far as due. Forward passes are measured inside of `around()`."""
+        if self.policy.when.needs_epochs and self.steps_per_epoch is None:
+            raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
+        if self.laps.is_running:
+            self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
+        batches.check_not_empty(batch)
+        try:
+            few = None if self.norms.is_settled else self._settle_norms(batch)
+            if not self.controller.units:
+                self._measure(batch, around)
+            if few is not None:
+                self.note(f"norms use their running statistics: a batch has {few:.0f} values per channel")
+            due, looks = self.controller.is_due(self.progress), self.laps.unread >= LOOK_EVERY
+            if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
+                self.read_steps()
+            if due:
+                self.laps.watch.settle()  # to wait for steps that still run is not choosing
+            with self.time.not_training("choosing"):
+                self._choose(batch)
+        except BaseException:
+            if self.controller.selection is None:  # the probe held norms for a selection that did not come about
+                self.norms.release_()
+                if not self.controller.units:  # else steps are priced by what was settled
+                    self.norms.unsettle_()
+            raise
+        check_in_groups(self.params, self.engine.optimizer, self.selection.params)
+        self._hold_norms(self.selection.params)
+        self.laps.begin()
+
+    def record(self, result: StepResult) -> None:
+        """A step is over: count it and write it down."""
+        self.engine.release()
+        for news in self.engine.news():
+            self.note(news)
+        self.steps += 1
+        self.log.step(self.steps, self.round, result.loss, result.seconds)
+        if result.bytes is not None:
+            self.controller.feedback.see_bytes(result.bytes, self._elements)
+            self.log.memory(self.steps, self.round, self.controller.feedback.rounds[-1], result.bytes)
+        if self.policy.when.watches and self.steps % Drift.every == 0:
+            holders: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
+            self.controller.drift.see(signals.watch(holders, self.selection.units))
+
+    # ------------------------------------------------------------ measuring
+
+    def _measure(self, batch: Any, around: Around) -> None:
+        """Costs and units, on the first batch."""
+        with self.time.not_training("profiling"):
+            what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
+            self.controller.measure(*what, around)
+        self.settle(self.budget)
+        self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
+
+    def _settle_norms(self, batch: Any) -> float | None:
+        """Decide which statistics norms use; returns the values per channel where that are too few for batch statistics."""
+        with self.time.not_training("profiling"):
+            if self.controller.profile is not None and "norms" in self.controller.profile.origin:
+                self.norms.settle_as_(self.controller.profile.origin["norms"])
+            return self.norms.settle_(lambda: self.loss(self.model, batch))
+
+    def settle(self, budget: Budget | None = None, **changed: bool) -> None:
+        """Let the engine pick its mode after a change, and the controller follow its prices."""
+        before = self.engine.mode
+        if budget is not None and budget.memory is not None and self.controller.profile is not None:
+            changed["room"] = self.controller.has_room(budget, self.progress, before)
+        if self.engine.settle(budget, **changed):
+            self.engine.make_room()
+            self.controller.run_in(before, self.engine.mode)
+
+    def read_steps(self) -> None:
+        """Let the closed loop see what the last steps took."""
+        self.controller.see(self.laps.read(), self.progress)
+
+    def _measure_full(self, batch: Any) -> float:
+        self.norms.release_()
+        what = self.model, self.engine.optimizer, self.loss, batch, self.params, self.laps.watch
+        return full_step_seconds(*what, update=self.update, around=self.engine.around)
+
+    def _inference_bytes(self, batch: Any) -> int | None:
+        """What inference takes, if the bytes beyond it are to be measured in the coming step: the first of a selection whose
+        memory is limited, and of a larger batch."""
+        if self.budget.memory is None or not self.controller.correct:
+            return None
+        self._elements = sum(tensor.numel() for tensor in batches.tensors(batch))
+        if not self.controller.feedback.wants_bytes(self._elements):
+            return None
+        self.engine.make_room()
+        with self.time.not_training("choosing"):
+            try:
+                return inference_bytes(self.model, self.loss, batch)
+            except RuntimeError:  # a loss that needs gradients
+                return self.profile.inference
+
+    def _hold_norms(self, chosen: Collection[str]) -> None:
+        self.norms.hold_(self.params, chosen, limited=self.budget != Budget())
+
+    # ------------------------------------------------------------ choosing
+
+    def _choose(self, batch: Any) -> None:
+        """Apply a correction, then the next selection if one is due; a probe that fails leaves the one in force."""
+        if callable(self.budget.memory) or self.controller.is_over_memory(self.progress, self.engine.mode):
+            self.settle(self.budget)
+        start = self.laps.watch.mark()
+        cost = self.engine.seconds_per_capture + self._change_seconds
+        measure_full = partial(self._measure_full, batch)
+        selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full)
+        if note is not None:
+            self.note(note)
+        if selection is not None:
+            self._use(selection, start)
+        try:
+            selection = self.controller.next(self.progress, self.engine.mode, partial(self._probe, batch))
+        except ProbeError as error:
+            if self.controller.selection is None:
+                raise
+            self.note(f"probe skipped: {error}")
+            return
+        if selection is not None:
+            self._use(selection, start)
+
+    def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
+        self.engine.make_room()
+        # Norms run as they do now; before anything is chosen, as if the head alone were.
+        current = self.selection.params if self.controller.selection is not None else set(self.profile.head)
+        self._hold_norms(current)
+        piece = next(iter(self._probe_on), batch) if self._probe_on is not None else batch
+        values = signals.probe(
+            self.policy.signal,
+            self.model,
+            self.engine.optimizer,
+            self.loss,
+            batch,
+            self.controller.units,
+            scale=self.update.scaler.get_scale() if self.update.scaler is not None else 1.0,
+            seed=self.policy.seed,
+            round=round,
+            windows=self.controller.windows(self.progress, self.engine.mode, piece),
+            around=partial(around_forward, self.engine.mode),
+            pieces=self._probe_on,
+        )
+        self.engine.make_room()  # what lasts, like optimizer state, should not lie among what a probe has freed
+        return values
+
+    def _use(self, selection: Selection, start: Any) -> None:
+        """Apply a selection: everything that can fail comes before the first change."""
+        check_in_groups(self.params, self.engine.optimizer, selection.params)
+        self.engine.check(selection.parts, self.engine.optimizer)
+        if self.undo is not None:
+            self.undo.keep({name: self.params[name] for name in selection.params})
+            if self._state_rule == "drop":
+                self.undo.keep_dropped({n: p for n, p in self.params.items() if n not in selection.params})
+        self.log.flush()
+        self.read_steps()
+        measured = self.laps.median()
+        self._apply_(selection)
+        self.controller.take(selection, replace(self.progress, round=selection.round))
+        self.laps.new_round()
+        self._change_seconds = self.laps.seconds((start, self.laps.watch.mark()))
+        self.log.round(selection, self.profile, str(self.engine.mode), self._change_seconds, measured, resident())
+
+    def _apply_(self, selection: Selection) -> None:
+        before = self.engine.mode
+        sliced = self.engine.choose_(selection.parts, self.params)
+        apply_(self.params, self.engine.optimizer, selection.params - sliced, self._state_rule)
+        if self.engine.mode != before:
+            self.controller.run_in(before, self.engine.mode)
+
+    @property
+    def _state_rule(self) -> Literal["keep", "drop"]:
+        """What happens to the optimizer state of what is no longer chosen: where memory is limited it is dropped."""
+        return "drop" if self.budget.memory is not None else self.policy.state
+
+    # ------------------------------------------------------------ what changes from outside
+
+    def change_budget(self, budget: Budget) -> None:
+        """A budget that cannot be kept is refused, and the old one stays."""
+        self.read_steps()  # they ran under the old one
+        old = self.budget
+        self.settle(budget)
+        try:
+            self.controller.change_budget(budget, self.progress, self.engine.mode)
+        except BaseException:
+            self.settle(old)
+            raise
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer takes the steps; values are probed again."""
+        if self.controller.selection is not None:
+            check_in_groups(self.params, optimizer, self.selection.params)
+            self.engine.check(self.selection.parts, optimizer)
+            self.controller.ask_again()
+        self.stepper.use_optimizer(optimizer)
+        self.note("the optimizer was replaced")
+
+    def forget(self) -> None:
+        """Weights and optimizer state were replaced."""
+        self.engine.forget()
+        self.settle()
+        self.stepper.drop()
+
+    def close(self) -> None:
+        """Restore trainable flags and modes as they were found."""
+        try:
+            spent = {"all": self.time.elapsed, **self.time.spent}
+            self.log.write("end", step=self.steps, round=self.round, resident=resident(), spent=spent)
+        finally:
+            self.stepper.release()
+            self.engine.release()
+            self.norms.release_()
+            restore_(self._found)
+
+    # ------------------------------------------------------------ save and resume
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what happens next, in plain types."""
+        if not self.stepper.begins:
+            there = f"{self.stepper.batches} of {self.update.accumulate} batches of this step are in"
+            raise RuntimeError(f"{there}: save between optimizer steps.")
+        if self.laps.is_running:  # a step that the caller's scaler skipped
+            self.record(self.stepper.end())
+        return {
+            "format": _FORMAT,
+            "step": self.steps,
+            "time": self.time.state(),
+            "unread": self.laps.peek(),
+            "change_seconds": self._change_seconds,
+            **self.controller.state(),
+            "undo": self.undo.state() if self.undo is not None else None,
+            "slices": self.engine.slices.state_dict() if self.engine.slices is not None else None,
+            "norms": self.norms.state(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        self.check(state)
+        self.stepper.drop()
+        self.steps, self._change_seconds = state["step"], state["change_seconds"]
+        self.time.load(state["time"])
+        self.controller.load(state, self.progress)
+        self.norms.load(state["norms"])
+        self.engine.forget()
+        self.settle(self.budget)
+        self.laps.load(state["unread"])
+        if self.undo is not None and state["undo"] is not None:
+            self.undo.load(state["undo"])
+        if self.controller.selection is not None:
+            self._apply_(self.selection)
+            if state["slices"] and self.engine.slices is not None:
+                self.engine.slices.load_state_dict(state["slices"])
+        else:  # from before the first selection, which reads everything
+            restore_(self._found)
+        self.log.write("resume", step=self.steps, round=self.round)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit before anything is changed."""
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}, expected {_FORMAT!r}.")
+        if state["policy"] != self.policy.name:
+            raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")
+        known = {param for unit in state["units"] for param in Unit.from_json(unit).params}
+        missing = sorted(known - set(self.params))
+        if missing:
+            raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is not trainable here.")
+        if state["selection"]:
+            selection = Selection.from_json(state["selection"])
+            check_in_groups(self.params, self.engine.optimizer, selection.params)
+            self.engine.check(selection.parts, self.engine.optimizer)
