@@ -86,10 +86,10 @@ def cost_cell(backbone: str, method: str) -> dict[str, Any]:
     if method == "lora":
         net = shared.with_low_rank(net)
     model = fewshot.Prototypes(copy.deepcopy(net)).eval()
-    each = shared.batches(support, 1, net.norm)
+    each = shared.batches(support, 1, net.pixel_stats)
     model.fit_(((x, y) for x, y, _ in each), len(support.classes))
     with LiveBytes("cpu") as alone, torch.no_grad():
-        model(shared.batches(support.select(torch.arange(1)), 1, net.norm)[0][0])
+        model(shared.batches(support.select(torch.arange(1)), 1, net.pixel_stats)[0][0])
     macs = []
     with Macs() as counter, torch.no_grad():
         model(each[0][0])

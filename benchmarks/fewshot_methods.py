@@ -117,7 +117,7 @@ def fixed(policy: Policy, net: nn.Module, support: images.ImageSet, batch: int =
     model.log_scale.requires_grad_(False)
     device = model.log_scale.device
     optimizer = torch.optim.SGD(model.backbone.parameters(), lr=0.02, momentum=0.9)
-    plain, changed = (batches(support, batch, net.norm, device, augment) for augment in (None, fewshot.Augment()))
+    plain, changed = (batches(support, batch, net.pixel_stats, device, augment) for augment in (None, fewshot.Augment()))
     model.fit_(((x, y) for x, y, _ in plain), len(support.classes))
     one = plain[0][0][:1], plain[0][1][:1], torch.ones((), device=device)
     with Session(model, optimizer, loss, policy, engine="lean", norm="frozen", probe=changed, undo=False) as session:
@@ -135,7 +135,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 def batches(
     support: images.ImageSet,
     size: int,
-    norm: images.Norm,
+    norm: images.PixelStats,
     device: torch.device | None = None,
     augment: fewshot.Augment | None = None,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -66,7 +66,7 @@ def own_rate(backbone: str, domain: str, number: int, setting: dict[str, Any]) -
     net, _ = fewshot.started(backbone, None, "cpu")
     support = fewshot.task_of(domain, number, setting).support
     with torch.no_grad():
-        features = [(net.eval().embed(images), labels) for images, labels, _ in shared.batches(support, 50, net.norm)]
+        features = [(net.eval().embed(images), labels) for images, labels, _ in shared.batches(support, 50, net.pixel_stats)]
     return few.rate_for(features, len(support.classes))
 
 

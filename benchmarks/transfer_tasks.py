@@ -73,7 +73,7 @@ class Backbone:
     weights: str  # a file of the folder; empty: from a package
     build: Callable[[Path, int], nn.Module]
     kind: str  # of its input: images, text or sound
-    norm: images.Norm = (0.0, 1.0)
+    norm: images.PixelStats = (0.0, 1.0)
     pixels: int = 0  # default side of an image on a GPU
     pixels_cpu: int = 0  # and on a CPU
     optimizer: str = "sgd"
@@ -81,9 +81,9 @@ class Backbone:
 
 BACKBONES = {
     "mobilenet_v2": Backbone("mobilenetv2_fp16", _mobilenet_v2, "images", IMAGENET, 224, 64),
-    "efficientnet_lite0": Backbone("", _efficientnet_lite0, "images", models.NORM, 224, 64),
+    "efficientnet_lite0": Backbone("", _efficientnet_lite0, "images", models.PIXEL_STATS, 224, 64),
     "mcunet": Backbone(
-        "mcunet_5fps_int8", lambda path, classes: models.load(str(path), classes), "images", models.FOLDED_NORM, 128, 64
+        "mcunet_5fps_int8", lambda path, classes: models.load(str(path), classes), "images", models.FOLDED_PIXEL_STATS, 128, 64
     ),
     "minilm": Backbone("minilm_l6_fp16", _minilm, "text", optimizer="adamw"),
     "keywords": Backbone(
@@ -212,7 +212,7 @@ def load(task: str, device: str, pixels: int | None, classes: int | None, most: 
     splits = found.splits(validation, seed=0)
     classes = min(classes or len(found.classes), len(found.classes))
     cut = (_some(split, classes, most, device) for split in splits)
-    norm = (torch.tensor(part, device=device).reshape(-1, 1, 1) for part in net.norm)  # copied once, not per batch
+    norm = (torch.tensor(part, device=device).reshape(-1, 1, 1) for part in net.pixel_stats)  # copied once, not per batch
     return Task(*cut, classes, *norm, size, source.flip)
 
 

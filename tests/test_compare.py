@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pliant import PliantError
 from pliant.apps import compare
-from pliant.apps.compare import Cell, Row, cells, front, summary
+from pliant.apps.compare import Cell, CellResult, cells, front, summary
 from pliant.apps.train import Options
 from pliant.cost.peaks import Peaks
 
@@ -57,7 +57,7 @@ def test_every_recipe_runs_with_the_budgets_that_it_keeps() -> None:
 @pytest.mark.parametrize(
     ("recipes", "budgets", "said"),
     [
-        (["last"], [("memory", "1MB")], "keeps time"),
+        (["last"], [("memory", "1MB")], "budget of time"),
         ([], [], "nothing to compare"),
     ],
 )
@@ -77,11 +77,11 @@ def test_a_cells_options_become_the_command_line_that_makes_them() -> None:
 
 def test_lines_hold_means_over_seeds_and_times_to_the_reference() -> None:
     rows = [
-        Row(Cell("full", "", "", 0), result(0.8, 10.0, ((4.0, 0.5),))),
-        Row(Cell("full", "", "", 1), result(0.6, 12.0)),
-        Row(Cell("last", "time", "0.5", 0), result(0.9, 6.0, ((3.0, 0.75),))),
-        Row(Cell("last", "time", "0.5", 1), result(0.5, 6.0)),
-        Row(Cell("head", "", "", 0), None, "it broke"),
+        CellResult(Cell("full", "", "", 0), result(0.8, 10.0, ((4.0, 0.5),))),
+        CellResult(Cell("full", "", "", 1), result(0.6, 12.0)),
+        CellResult(Cell("last", "time", "0.5", 0), result(0.9, 6.0, ((3.0, 0.75),))),
+        CellResult(Cell("last", "time", "0.5", 1), result(0.5, 6.0)),
+        CellResult(Cell("head", "", "", 0), None, "it broke"),
     ]
     found = summary(rows)
     full, last, head = found.lines
@@ -96,7 +96,7 @@ def test_lines_hold_means_over_seeds_and_times_to_the_reference() -> None:
 
 
 def test_without_full_there_is_no_reference() -> None:
-    found = summary([Row(Cell("head", "", "", 0), result(0.5, 1.0))])
+    found = summary([CellResult(Cell("head", "", "", 0), result(0.5, 1.0))])
     assert found.reference is None and found.lines[0].to_reference is None
 
 
@@ -123,7 +123,7 @@ def test_a_comparison_resumes_what_was_cut_off_and_records_what_fails(place: Pat
     monkeypatch.delenv("TINY_KILLED_AFTER")
 
     made = [*last, *too_small]
-    found = compare.compare(BASE, made, "out", jobs=2, threads=1, watch=lambda row, done, of: told.append(f"{done}/{of}"))
+    found = compare.compare(BASE, made, "out", jobs=2, threads=1, on_row=lambda row, done, of: told.append(f"{done}/{of}"))
     assert measured == [1] and torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), random)
     ends, fails = found.rows
     assert ends.result is not None and fails.result is None and told == ["1/2", "2/2"]
@@ -145,7 +145,7 @@ def test_a_comparison_resumes_what_was_cut_off_and_records_what_fails(place: Pat
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
-    [({"model": "tiny_net:ten"}, "4 classes need"), ({"data": "nowhere"}, "no data"), ({"device": "gpu"}, "is no device")],
+    [({"model": "tiny_net:ten"}, "4 classes need"), ({"data": "nowhere"}, "no data"), ({"device": "gpu"}, "is not a device")],
 )
 def test_what_no_cell_could_run_is_reported_before_any_begins(place: Path, wrong: dict[str, str], said: str) -> None:
     with pytest.raises(PliantError, match=said):
@@ -154,10 +154,10 @@ def test_what_no_cell_could_run_is_reported_before_any_begins(place: Path, wrong
 
 
 def test_the_command_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ran(self: Any, where: Path, cell: Cell, base: Options) -> Row:
+    def ran(self: Any, where: Path, cell: Cell, base: Options) -> CellResult:
         if cell.recipe == "head":
-            return Row(cell, None, "no reason")
-        return Row(cell, result(0.9 if cell.recipe == "last" else 0.8, 5.0 - cell.seed))
+            return CellResult(cell, None, "no reason")
+        return CellResult(cell, result(0.9 if cell.recipe == "last" else 0.8, 5.0 - cell.seed))
 
     monkeypatch.setattr(compare._Running, "run", ran)
     flags = ["compare", "--recipe", "full", "--recipe", "last", "--recipe", "head", "--time", "0.5", "--out", "out"]

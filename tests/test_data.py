@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pliant.apps.data.digits import Digits, Split, batches, digits
-from pliant.apps.models import NORM
+from pliant.apps.models import PIXEL_STATS
 from pliant.runtime import sample_ids
 from pliant.runtime.sample_ids import ids_of, with_ids
 
@@ -38,7 +38,7 @@ def numbered(count: int) -> Split:
 
 def test_digits_are_split_in_proportion_and_normalised_for_the_backbone(small: Digits) -> None:
     assert [len(split) for split in (small.train, small.validation, small.test)] == [1000, 297, 500]
-    images, (mean, std) = small.train.images, NORM
+    images, (mean, std) = small.train.images, PIXEL_STATS
     assert images.shape == (1000, 3, 16, 16) and images.dtype == torch.float32
     assert small.train.labels.dtype == torch.int64 and small.classes == 10
     assert images.min().item() == pytest.approx((0 - mean) / std) and images.max().item() <= (1 - mean) / std + 1e-6

@@ -41,8 +41,8 @@ def test_the_tables_are_those_of_the_published_networks(name: str) -> None:
 
 
 def test_what_a_network_takes_is_said_by_it() -> None:
-    assert FoldedNet(SMALL).norm == models.FOLDED_NORM == (0.5, 0.5)
-    assert models.efficientnet_lite0().norm == models.NORM
+    assert FoldedNet(SMALL).pixel_stats == models.FOLDED_PIXEL_STATS == (0.5, 0.5)
+    assert models.efficientnet_lite0().pixel_stats == models.PIXEL_STATS
 
 
 def test_a_block_without_expansion_filters_its_input() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant.apps.models import NORM, EfficientNetLite0, efficientnet_lite0
+from pliant.apps.models import PIXEL_STATS, EfficientNetLite0, efficientnet_lite0
 from pliant.apps.models.efficientnet_lite import WEIGHTS, imagenet_weights, pad_same
 
 
@@ -28,7 +28,7 @@ def ramp(size: int = 64) -> torch.Tensor:
 
 
 def test_norm_maps_pixels_to_about_minus_one_to_one() -> None:
-    mean, std = NORM
+    mean, std = PIXEL_STATS
     assert [(pixel / 255 - mean) / std for pixel in (0, 127, 255)] == pytest.approx([-127 / 128, 0, 1])
 
 

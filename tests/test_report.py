@@ -417,7 +417,7 @@ def test_a_run_that_has_not_chosen_yet_is_one_all_the_same(tmp_path: Path) -> No
     log = tmp_path / "run.jsonl"
     log.write_text('{"event": "evaluated", "step": 0, "accuracy": 0.1, "loss": 2.3}\n{"event": "start", "units"')
     shown = command.run(["report", str(tmp_path)])
-    assert shown.exit_code == 1 and "told too little yet" in command.text(shown)
+    assert shown.exit_code == 1 and "logged too little" in command.text(shown)
     log.write_bytes(b"PK\x03\x04\x80\x81\n")
     shown = command.run(["report", str(tmp_path)])
     assert shown.exit_code == 1 and "holds no text" in command.text(shown)

@@ -34,7 +34,7 @@ BESIDES = {
     "cost": {"scipy"},
     "engine": {"triton"},
     "session": {"safetensors"},
-    "apps": {"safetensors", "rich", "sklearn", "PIL"},
+    "apps": {"safetensors", "rich", "sklearn", "PIL", "jinja2"},
     "cli": {"rich", "typer"},
 }
 

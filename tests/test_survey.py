@@ -15,7 +15,7 @@ from torch import nn
 from zoo import fingerprint
 
 from pliant import Unit, measure, recipes, units
-from pliant.apps.layer_report import survey
+from pliant.apps.layer_report import layer_report
 from pliant.cost.profile import ChargeKind
 from pliant.cost.roofline import Peaks, roof_seconds, rows
 from pliant.graph.backward import read
@@ -59,7 +59,7 @@ def test_a_layer_report_leaves_no_trace_and_lists_every_layer() -> None:
     model, x = net(), torch.randn(*IMAGES)
     optimizer = sgd(model)
     before = fingerprint(model, optimizer)
-    found = survey(model, optimizer, square, x, peaks_of=TOY)
+    found = layer_report(model, optimizer, square, x, peaks_of=TOY)
     assert fingerprint(model, optimizer) == before
     assert [unit.name for unit in found.units] == ["4", "0"] == [row.name for row in found.rows]
     console = Console(width=100, record=True, file=io.StringIO())
@@ -73,7 +73,7 @@ def test_a_layer_report_leaves_no_trace_and_lists_every_layer() -> None:
 
 def test_units_of_another_kind_can_be_asked_for() -> None:
     model, x = net(), torch.randn(*IMAGES)
-    found = survey(model, sgd(model), square, x, units.tensors(), peaks_of=TOY)
+    found = layer_report(model, sgd(model), square, x, units.tensors(), peaks_of=TOY)
     assert len(found.units) == 6
 
 

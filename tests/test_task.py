@@ -124,13 +124,13 @@ def test_tensors_that_share_memory_can_be_saved() -> None:
 
 def test_files_that_are_of_nothing_known_are_told() -> None:
     save_file({"a": torch.zeros(2)}, "odd.safetensors")
-    with pytest.raises(ValueError, match="of none of"):
+    with pytest.raises(ValueError, match="fits none of"):
         models.load("odd.safetensors")
     Path("broken.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match="broken"):
         models.load("broken.safetensors")
     save_file({"a": torch.zeros(2)}, "other.safetensors", {"model": "tiny_net:net"})
-    with pytest.raises(ValueError, match="is not of tiny_net:net"):
+    with pytest.raises(ValueError, match="does not fit tiny_net:net"):
         models.load("other.safetensors")
 
 

@@ -313,7 +313,7 @@ class BackwardMacs(TorchDispatchMode):
 def full_backward_macs(backbone: nn.Module, support: ImageSet) -> int:
     """Of one image, all parameters, by plain autograd."""
     model = Prototypes(copy.deepcopy(backbone)).eval()
-    piece, labels, _ = next(iter(Views(support, 1, models.FOLDED_NORM)))
+    piece, labels, _ = next(iter(Views(support, 1, models.FOLDED_PIXEL_STATS)))
     model.fit_([(piece, labels)], len(support.classes))
     value = F.cross_entropy(model(piece), labels)
     with BackwardMacs() as counted:
@@ -326,7 +326,7 @@ def inference_peak(backbone: nn.Module, support: ImageSet) -> int:
     model = Prototypes(backbone).eval()
     with LiveBytes(torch.device("cpu")) as live, torch.no_grad():
         live.forget()
-        views = Views(support, 1, models.FOLDED_NORM, Augment())
+        views = Views(support, 1, models.FOLDED_PIXEL_STATS, Augment())
         model.fit_(((images, labels) for images, labels, _ in views), len(support.classes))
         return live.peak
 

@@ -29,7 +29,7 @@ from pliant import BudgetError, PliantError, Session, recipes, roofline, schedul
 from pliant.apps import models, report
 from pliant.apps import run_folder as folder
 from pliant.apps import tasks as task
-from pliant.apps.train import Moment, Options, train
+from pliant.apps.train import Options, Status, train
 from pliant.cli import live
 from pliant.core.types import Part, Unit
 from pliant.cost.peaks import Peaks
@@ -45,7 +45,7 @@ PEAKS = Peaks(4e10, 1e10, "cpu", "float32", 1)
 @pytest.fixture(autouse=True)
 def told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step is told of."""
-    monkeypatch.setattr("pliant.apps.train.run._TELL_SECONDS", 0.0)
+    monkeypatch.setattr("pliant.apps.train.run._STATUS_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +56,9 @@ def known_peaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     assert roofline.peaks("cpu") == PEAKS
 
 
-def at_step(number: int, then: Callable[[], None]) -> Callable[[Moment], None]:
-    def watch(moment: Moment) -> None:
-        if moment.step == number and not moment.news:
+def at_step(number: int, then: Callable[[], None]) -> Callable[[Status], None]:
+    def watch(status: Status) -> None:
+        if status.step == number and not status.news:
             then()
 
     return watch
@@ -358,7 +358,7 @@ def test_what_training_made_worse_is_rolled_back() -> None:
 
 def test_a_loss_that_is_no_number_is_worse_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = iter([(0.25, 1.4), (0.9, float("nan")), (0.9, float("inf")), (0.9, float("nan"))])
-    monkeypatch.setattr("pliant.apps.train.run.task.judge", lambda model, split: next(judged))
+    monkeypatch.setattr("pliant.apps.train.run.tasks.judge", lambda model, split: next(judged))
     result = train(Options(**TINY, recipe="full", out="run"))
     assert result.rolled_back and result.best.step == 0 and result.accuracy == 0.25
     assert [one["loss"] for one in json.loads(json.dumps(result.to_json(), allow_nan=False))["evaluations"]] == [
@@ -376,7 +376,7 @@ def test_two_runs_into_one_folder_are_refused(whole: Path) -> None:
     before = weights("whole")
     shown = run(["train", *FLAGS, "--recipe", "full", "--out", "whole"])
     assert shown.exit_code == 1 and "holds a run already" in text(shown) and "--resume" in text(shown)
-    with folder.locked(whole), pytest.raises(PliantError, match="another process is at work"):
+    with folder.locked(whole), pytest.raises(PliantError, match="another process is using"):
         train(Options.of_run("whole"))
     assert same(weights("whole"), before)
 
@@ -474,13 +474,13 @@ def test_a_roofline_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and states of random numbers are as without it."""
     states: dict[str, Any] = {}
 
-    def state(out: str) -> Callable[[Moment], None]:
+    def state(out: str) -> Callable[[Status], None]:
         return at_step(9, lambda: states.update({out: torch.get_rng_state()}))
 
     options = {**TINY, "recipe": "pliant", "macs": "0.9"}
     train(Options(**options, out="with"), state("with"))
-    monkeypatch.setattr("pliant.apps.train.roof.Roof.__init__", lambda roof, *_: setattr(roof, "_sketch", None))
-    monkeypatch.setattr("pliant.apps.train.roof.Roof.line", lambda roof: {"event": "roofline", "why": "left out"})
+    monkeypatch.setattr("pliant.apps.train.run.PendingRoofline.__init__", lambda roof, *_: None)
+    monkeypatch.setattr("pliant.apps.train.run.PendingRoofline.event", lambda roof: {"event": "roofline", "why": "left out"})
     train(Options(**options, out="without"), state("without"))
     assert {"units"} <= next(line for line in runlog.read("with/run.jsonl") if line["event"] == "roofline").keys()
     assert same(weights("with"), weights("without")) and torch.equal(states["with"], states["without"])

@@ -176,7 +176,7 @@ def test_a_second_run_in_the_same_file_takes_over_and_a_log_that_was_gone_is_rea
 
 def test_the_page_is_drawn_once_for_all_who_look(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, _, second = halves(run, tmp_path)
-    live, draw, times = watch.Live(log), report.body, list[int]()
+    live, draw, times = watch.LivePage(log), report.body, list[int]()
     monkeypatch.setattr(report, "body", lambda runs: times.append(1) or draw(runs))
     one, two = live.news(""), live.news("")
     assert one["main"] == two["main"] and len(times) == 1
@@ -233,7 +233,7 @@ def test_what_a_log_says_is_escaped(run: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_watched_is_told(tmp_path: Path, server: ThreadingHTTPServer, run: Path) -> None:
     with pytest.raises(LogError, match="no run"):
         watch.server(tmp_path)
-    with pytest.raises(PliantError, match="cannot be had"):
+    with pytest.raises(PliantError, match="cannot use port"):
         watch.server(run, server.server_port)
 
 

@@ -1,4 +1,4 @@
-"""The embedded default: EfficientNet-Lite0 learns handwritten digits on the CPU, plainly and elastically, side by side."""
+"""The demo: EfficientNet-Lite0 learns handwritten digits on the CPU, in full and with a time budget, side by side."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from pliant.cost.measure import kept_bytes
 from pliant.planning import recipes
 from pliant.session.session import Session
 
-CLIP = 1.0  # steps this large want their gradients bounded
+CLIP = 1.0  # gradient norm; the high learning rate needs clipping
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way of training, and what it came to. Seconds are CPU time of one thread; the total holds measuring and probing."""
+    """The result of one way of training. Seconds are CPU time of one thread; the total includes measuring and probing."""
 
     name: str
     accuracy: float
@@ -51,9 +51,9 @@ def run(
     lr: float = 0.1,
     seed: int = 0,
 ) -> list[Outcome]:
-    """Train twice from the same start on the same batches; show progress, then the table. Returns what was measured."""
+    """Train twice from the same weights on the same batches; show progress, then a table. Returns the measurements."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # one thread: shared machines time it steadily, and small convolutions gain little from two
+    torch.set_num_threads(1)  # timing is steadier, and small convolutions gain little from a second thread
     try:
         digits = data.digits(size, seed)
         console.print(
@@ -74,16 +74,18 @@ def run(
                 model = efficientnet_lite0(digits.classes, pretrained=True)
                 for module in model.modules():
                     if isinstance(module, nn.BatchNorm2d):
-                        module.momentum = 0.1  # the 0.01 of ImageNet training would need hundreds of steps to follow
+                        module.momentum = (
+                            0.1  # with the 0.01 of ImageNet training, running statistics would need hundreds of steps to adapt
+                        )
                 optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
                 batches = list(islice(data.batches(digits.train, batch, seed=seed), steps))
                 task = progress.add_task(name, total=steps, note="starting" if train is _plain else "measuring")
 
-                def tell(value: torch.Tensor, task: Any = task) -> None:
+                def show_step(value: torch.Tensor, task: Any = task) -> None:
                     progress.update(task, advance=1, note=f"loss {float(value):.3f}")
 
                 start = time.thread_time()
-                seconds, kept, chosen = train(model, optimizer, batches, time_share, tell)
+                seconds, kept, chosen = train(model, optimizer, batches, time_share, show_step)
                 total = time.thread_time() - start
                 progress.update(task, note="testing")
                 score, _ = judge(model, digits.test)
@@ -95,14 +97,14 @@ def run(
         torch.set_num_threads(threads)
 
 
-Tell = Callable[[torch.Tensor], None]
+OnStep = Callable[[torch.Tensor], None]
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _plain(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, _: float, tell: Tell
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, _: float, on_step: OnStep
 ) -> tuple[float, int, str]:
-    """What a user does without us."""
+    """A plain PyTorch training loop."""
     kept = kept_bytes(model, loss, batches[0])
     seconds = []
     for batch in batches:
@@ -113,18 +115,18 @@ def _plain(
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         seconds.append(time.thread_time() - start)
-        tell(value.detach())
+        on_step(value.detach())
     return sorted(seconds)[len(seconds) // 2], kept, "everything"
 
 
 def _elastic(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, share: float, tell: Tell
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, share: float, on_step: OnStep
 ) -> tuple[float, int, str]:
     trained: Counter[str] = Counter()
     recipe = recipes.pliant(time=share)
     with Session(model, optimizer, loss, recipe, clip=CLIP, total_steps=len(batches)) as session:
         for batch in batches:
-            tell(session.step(batch))
+            on_step(session.step(batch))
             trained.update(unit.name for unit in session.selection.units)
         kept = kept_bytes(model, loss, batches[0])
         seconds = session.measured_seconds or 0.0
@@ -138,7 +140,7 @@ def _elastic(
 
 
 def show(console: Console, outcomes: list[Outcome]) -> None:
-    """The table at the end, and what was trained."""
+    """Print the table at the end, and what was trained."""
     reference = outcomes[0]
     table = Table(title="Handwritten digits, one CPU thread")
     for column in ("", "test accuracy", "time per step", "total time", "kept for backward"):
@@ -155,7 +157,7 @@ def show(console: Console, outcomes: list[Outcome]) -> None:
     for o in outcomes:
         console.print(f"{o.name} trained {o.chosen}", markup=False, highlight=False)
     console.print(
-        "Total time holds measuring (about twelve full steps, once) and choosing; longer runs earn it back. So few steps leave "
-        "the norms of full training unsettled, which costs it accuracy here; benchmarks/digits.py compares more fairly.",
+        "Total time includes measuring (about twelve full steps, once) and choosing; longer runs amortise it. In so few steps "
+        "the running statistics of full training do not settle, which costs accuracy; benchmarks/digits.py takes more steps.",
         highlight=False,
     )

@@ -39,9 +39,9 @@ EXTRAS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: how it stands, in words, and what to do where it is missing or broken.
+    """One thing that was checked: its state, a description, and what to do if it is missing or broken.
 
-    Missing costs a feature; broken means that the library cannot run.
+    A missing part costs a feature; a broken part means that the library cannot run.
     """
 
     topic: str
@@ -66,7 +66,7 @@ class Examination:
 
 
 def examine(peaks: bool = True) -> Examination:
-    """Look at everything; with `peaks`, measure for some seconds what each device can do at most."""
+    """Check everything; with `peaks`, also measure the peak speed of each device, which takes some seconds."""
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     findings = [*_software(), *_devices(devices), *_engines(), *_measures(devices), *_extras()]
     if peaks:
@@ -79,13 +79,13 @@ def _software() -> list[Finding]:
     return [
         Finding("software", "pliant", "there", __version__),
         Finding("software", "python", "there", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        Finding("software", "torch", "there", f"{torch.__version__}, BLAS: {blas[1] if blas else 'not told'}"),
+        Finding("software", "torch", "there", f"{torch.__version__}, BLAS: {blas[1] if blas else 'unknown'}"),
         _step(),
     ]
 
 
 def _step() -> Finding:
-    """Whether a step of training works at all: the one thing that everything else needs."""
+    """Whether one training step works at all."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.random.fork_rng(devices=[]):
@@ -93,7 +93,7 @@ def _step() -> Finding:
     try:
         with Session(model, optimizer, lambda m, b: m(b).square().mean(), recipes.head()) as session:
             session.step(batch)
-    except Exception as error:  # whatever it is: to tell it is what this is for
+    except Exception as error:  # any error at all is the finding
         first = str(error).partition("\n")[0]
         return Finding("software", "a step", "broken", f"{type(error).__name__}: {first}", "reinstall: pip install -U pliant")
     return Finding("software", "a step", "there", "a small model was trained for one step")
@@ -104,18 +104,18 @@ def _devices(devices: Sequence[torch.device]) -> list[Finding]:
     found = []
     for device in devices:
         if device.type == "cpu":
-            said = f"{_model(device)}, {threads} of {cores} cores as threads"
+            detail = f"{_model(device)}, {threads} of {cores} cores as threads"
         else:
             about = torch.cuda.get_device_properties(device)
-            said = (
+            detail = (
                 f"{device_name(device)}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
             )
-        found.append(Finding("devices", str(device), "there", said))
+        found.append(Finding("devices", str(device), "there", detail))
     if len(devices) == 1:
         built = torch.version.cuda
-        said = f"torch is built for CUDA {built} and sees no GPU" if built else "torch is built without CUDA"
+        detail = f"torch is built for CUDA {built} and sees no GPU" if built else "torch is built without CUDA"
         remedy = "check the driver: nvidia-smi" if built else "if there is an NVIDIA GPU here: install torch with CUDA"
-        found.append(Finding("devices", "cuda", "missing", said, remedy))
+        found.append(Finding("devices", "cuda", "missing", detail, remedy))
     return found
 
 
@@ -126,24 +126,24 @@ def _model(device: torch.device) -> str:
 def _engines() -> list[Finding]:
     cuda = torch.cuda.is_available()
     found = [Finding("engines", name, "there", "runs on every device") for name in ("plain", "lean", "prefix")]
-    graphs = "a step is one launch" if cuda else "needs a CUDA device"
+    graphs = "a step is captured as one CUDA graph" if cuda else "needs a CUDA device"
     found.append(Finding("engines", "graphs", "there" if cuda else "missing", graphs))
     triton = _version("triton")
     if triton is not None and cuda:
-        found.append(Finding("engines", "triton", "there", f"{triton}: packed bits and shifts in kernels of their own"))
+        found.append(Finding("engines", "triton", "there", f"{triton}: custom kernels for packed bits and frozen batch norms"))
     else:
-        why = "is not used without a CUDA device" if not cuda else "is not installed: torch's own kernels stand in"
+        why = "is not used without a CUDA device" if not cuda else "is not installed: torch's own kernels are used instead"
         found.append(Finding("engines", "triton", "missing", why, "pip install triton" if cuda else ""))
     return found
 
 
 def _measures(devices: Sequence[torch.device]) -> list[Finding]:
     threads = torch.get_num_threads()
-    clock = "CPU time of one thread" if threads == 1 else f"the clock on the wall, since there are {threads} threads"
-    remedy = "" if threads == 1 else "on a machine that others use, OMP_NUM_THREADS=1 measures more steadily"
+    clock = "CPU time of one thread" if threads == 1 else f"wall time, because there are {threads} threads"
+    remedy = "" if threads == 1 else "on a shared machine, measurements are steadier with OMP_NUM_THREADS=1"
     found = [Finding("measures", "time", "there", clock + ("; on CUDA, events" if len(devices) > 1 else ""), remedy)]
-    tells = resident() is not None
-    process = "; memory of the process" if tells else "; the memory of the process is not told here"
+    known = resident() is not None
+    process = "; memory of the process" if known else "; the memory of the process is not known here"
     found.append(Finding("measures", "memory", "there", f"every tensor of a step{process}"))
     for device in devices:
         try:
@@ -166,7 +166,7 @@ def _extras() -> list[Finding]:
 
 
 def _version(module: str) -> str | None:
-    """Of an installed package by the name that it is imported by; nothing is imported."""
+    """The version of an installed package, by its import name; nothing is imported."""
     if importlib.util.find_spec(module) is None:
         return None
     for name in importlib.metadata.packages_distributions().get(module, ()):
@@ -176,5 +176,7 @@ def _version(module: str) -> str | None:
 
 def _peaks(device: torch.device) -> Finding:
     found = measured_peaks(device, again=True)
-    said = f"{found.flops / 1e9:.4g} GFLOP/s, {found.bandwidth / 1e9:.4g} GB/s, ridge at {found.ridge:.3g} FLOP/byte (float32)"
-    return Finding("peaks", str(device), "there", said)
+    detail = (
+        f"{found.flops / 1e9:.4g} GFLOP/s, {found.bandwidth / 1e9:.4g} GB/s, ridge at {found.ridge:.3g} FLOP/byte (float32)"
+    )
+    return Finding("peaks", str(device), "there", detail)

@@ -1,4 +1,4 @@
-"""Why a selection is what it is: unit by unit, what it is worth, what it costs, and what kept it out."""
+"""Why a selection is what it is: the value and the cost of each unit, and why it is not chosen."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ WORDS = {"seconds": "time", "bytes": "memory", "macs": "macs", "joules": "energy
 
 
 def explained(session: Session) -> dict[str, Any]:
-    """What a session has chosen, in plain types; units nearest the loss first. Costs are shares of a plain full step.
+    """What a session has chosen, as plain types; units nearest the loss first. Costs are shares of a plain full step.
 
-    `alone` is a step with that unit alone; `cumulative` one with it and every chosen one before it. What has no room even alone
-    may not have been looked at: its value says nothing.
+    `alone` is a step with that unit alone; `cumulative` is a step with it and all chosen units before it. A unit that exceeds
+    the budget even alone may not have been probed, so its value means nothing.
     """
     chosen, profile = session.selection, session.profile
     base = profile.metered(profile.base)

@@ -1,4 +1,4 @@
-"""A model on this device: its units with their costs, their arithmetic intensity, and the roof over them."""
+"""A layer report: what each unit of a model costs on this device, and how close its backward pass comes to the roofline."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pliant.core.types import Unit
 from pliant.cost.measure import read_graph, timed
 from pliant.cost.profile import Profile
 from pliant.cost.roofline import Peaks, RooflineRow, letters, peaks, rows
-from pliant.graph import units as kinds
+from pliant.graph.units import Units, layers
 from pliant.runtime.batches import Loss
 
 _WIDTHS = {"": 1, "unit": 12, "FLOP/B": 6, "roof": 4, "bound": 7}
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What was found: the profile, the units (nearest the loss first), a row of the roofline for each, the device's peaks."""
+class LayerReport:
+    """The profile, the units (nearest the loss first) with a row of the roofline for each, and the device's peaks."""
 
     profile: Profile
     units: tuple[Unit, ...]
@@ -29,12 +29,12 @@ class Survey:
     peaks: Peaks
 
     def alone(self, unit: Unit) -> tuple[float, float]:
-        """Shares of a full step's seconds and bytes that a step with this unit alone takes."""
+        """Seconds and bytes of a step that trains this unit alone, as shares of a full step."""
         cost, full = self.profile.cost([unit]), self.profile.full
         return cost.seconds / full.seconds, cost.bytes / full.bytes if full.bytes else 0.0
 
     def table(self) -> Table:
-        """A line per unit: its own milliseconds, and a step with it alone as shares of a full step's time and bytes."""
+        """One line per unit: the time of its backward pass, and a step with it alone as shares of a full step."""
         out = Table(title=self.heading(), title_justify="left", show_edge=False, pad_edge=False)
         for column in ("", "unit", "ms", "alone", "bytes", "MMAC", "FLOP/B", "roof", "bound"):
             justify: Literal["left", "right"] = "left" if column in ("", "unit", "bound") else "right"
@@ -60,13 +60,14 @@ class Survey:
         miss = max((abs(predicted / fastest - 1) for predicted, fastest, _ in self.profile.checks), default=0.0)
         origin = self.profile.origin
         return (
-            f"{origin['device']}, batch {origin['batch']}: a full step takes {full.seconds * 1e3:.4g} ms "
-            f"(forward {base.seconds / full.seconds:.0%}) and {full.bytes / 1e6:.4g} MB beyond inference\n"
-            f"whole steps are predicted within {miss:.1%}, tries differ by up to {spread:.1%}, "
-            f"nodes explain {self.profile.coverage or 0:.0%} of the backward time\n"
+            f"{origin['device']}, batch {origin['batch']}\n"
+            f"a full step takes {full.seconds * 1e3:.4g} ms (forward {base.seconds / full.seconds:.0%}) and "
+            f"{full.bytes / 1e6:.4g} MB beyond inference\n"
+            f"predictions of whole steps are off by at most {miss:.1%}; repeated measurements differ by up to {spread:.1%}; "
+            f"timed nodes cover {self.profile.coverage or 0:.0%} of the backward pass\n"
             f"peaks {self.peaks.flops / 1e9:.4g} GFLOP/s and {self.peaks.bandwidth / 1e9:.4g} GB/s, "
             f"ridge {self.peaks.ridge:.3g} FLOP/byte\n"
-            f"ms: its own backward; alone, bytes: a step with this unit alone, as shares of a full step's"
+            f"ms: backward pass of the unit; alone, bytes: a step with this unit alone, as shares of a full step"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -93,32 +94,33 @@ class Survey:
         }
 
 
-def survey(
+def layer_report(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loss: Loss,
     batch: Any,
-    units: kinds.Units | None = None,
+    units: Units | None = None,
     peaks_of: Peaks | None = None,
-) -> Survey:
-    """Measure a model's step, name its units (layers, unless told otherwise) and hold them against this device's peaks.
+) -> LayerReport:
+    """Measure a training step of a model and compare its units (layers by default) with the peaks of this device.
 
     The measurement leaves no trace.
     """
-    sketch = Sketch(model, loss, batch, units)
-    return sketch.survey(timed(model, optimizer, loss, batch, graph=sketch.graph), peaks_of)
+    pending = PendingReport(model, loss, batch, units)
+    return pending.finish(timed(model, optimizer, loss, batch, graph=pending.graph), peaks_of)
 
 
-class Sketch:
-    """What a survey needs besides a profile: one forward pass of the model as it is now. Leaves no trace."""
+class PendingReport:
+    """A layer report that still needs a profile. It reads the graph from one forward pass of the model as it is now, and
+    leaves no trace."""
 
-    def __init__(self, model: nn.Module, loss: Loss, batch: Any, units: kinds.Units | None = None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, batch: Any, units: Units | None = None) -> None:
         self._first = next(model.parameters())
         self.graph = read_graph(model, loss, batch)
-        found = (units or kinds.layers())(self.graph)
+        found = (units or layers())(self.graph)
         self._units = tuple(unit for unit in found if not set(unit.params) <= set(self.graph.unused))
 
-    def survey(self, profile: Profile, peaks_of: Peaks | None = None) -> Survey:
-        """With what was measured meanwhile, against the peaks of this device if no others are given."""
+    def finish(self, profile: Profile, peaks_of: Peaks | None = None) -> LayerReport:
+        """The report with this profile, against the given peaks or those of this device."""
         found = peaks_of or peaks(self._first.device, self._first.dtype)
-        return Survey(profile, self._units, tuple(rows(self.graph, profile, self._units)), found)
+        return LayerReport(profile, self._units, tuple(rows(self.graph, profile, self._units)), found)

@@ -1,4 +1,4 @@
-"""The folder of a run: what lies in it, and that one process at a time writes into it."""
+"""The folder of a run: its files, and a lock so that only one process writes into it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FolderError(PliantError, OSError):
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a run keeps its things. `run` says what it is; `state` is what it goes on from, and needs nothing else for that."""
+    """The files of a run. `run` holds its options; `state` is all that a resumed run needs."""
 
     path: Path
 
@@ -54,7 +54,7 @@ class Folder:
 
 
 def options_of(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The options that the run in a folder was begun with."""
+    """The options that the run in a folder began with."""
     file = Folder(Path(path)).run
     try:
         held = json.loads(file.read_text())
@@ -63,12 +63,12 @@ def options_of(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise FolderError(f"{os.fspath(file)!r} cannot be read: {error}") from error
     if not isinstance(held, dict) or held.get("format") != _FORMAT:
-        raise FolderError(f"{os.fspath(file)!r} is not what a run of `pliant train` wrote.")
+        raise FolderError(f"{os.fspath(file)!r} is not what a run of `pliant train` writes. Give the folder of such a run.")
     return dict(held["options"])
 
 
 def unused(name: str, within: str = "runs") -> Path:
-    """A folder for a run that nobody uses yet: `runs/name`, else `runs/name-2` and so on."""
+    """An unused folder for a run: `runs/name`, else `runs/name-2` and so on."""
     number, path = 1, Path(within, name)
     while path.exists():
         number += 1
@@ -78,9 +78,9 @@ def unused(name: str, within: str = "runs") -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """A folder, made if it is not there, that nobody else locks meanwhile.
+    """Lock a folder, which is created if needed.
 
-    The lock is the system's own, so that a process that was killed leaves none behind.
+    The operating system holds the lock, so a killed process leaves none behind.
     """
     name = os.fspath(path)
     try:
@@ -89,26 +89,26 @@ def locked(path: Path) -> Iterator[None]:
     except OSError as error:
         raise FolderError(f"cannot write into {name!r}: {error.strerror}. Choose another folder (--out).") from error
     with lock:
-        if not _locks(lock):
-            raise FolderError(f"another process is at work in {name!r}. Wait for it, or choose another folder (--out).")
+        if not _try_lock(lock):
+            raise FolderError(f"another process is using {name!r}. Wait for it, or choose another folder (--out).")
         yield
 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bool) -> Iterator[Folder]:
-    """The folder for as long as a run takes. Another run in it is refused, whether it is over or still goes on.
+    """The folder of a run, locked while the run lasts. A folder that holds another run is refused.
 
-    A run that fails before there is anything to go on from leaves nothing of its own.
+    A run that fails before its first checkpoint removes its files.
     """
     folder = Folder(Path(path))
     name = os.fspath(path)
     new = not folder.path.exists()
     with locked(folder.path):
-        strangers = sorted(entry.name for entry in folder.path.iterdir() if entry != folder.lock)
+        others = sorted(entry.name for entry in folder.path.iterdir() if entry != folder.lock)
         if not resume and folder.run.exists():
-            raise FolderError(f"{name!r} holds a run already: add --resume to go on with it, or choose another folder (--out).")
-        if not resume and strangers:
-            raise FolderError(f"{name!r} is not empty (it holds {strangers[0]!r}): choose another folder (--out).")
+            raise FolderError(f"{name!r} holds a run already: add --resume to continue it, or choose another folder (--out).")
+        if not resume and others:
+            raise FolderError(f"{name!r} is not empty (it holds {others[0]!r}): choose another folder (--out).")
         try:
             if not resume:
                 about = {"format": _FORMAT, "pliant": __version__, "options": dict(options)}
@@ -121,7 +121,7 @@ def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bo
 
 
 def _clear(folder: Folder, new: bool) -> None:
-    """Best effort: why it is done is told already."""
+    """Remove the files of a failed run. An error here is ignored: the error of the run is the one to show."""
     with suppress(OSError):
         for file in (folder.run, folder.log, folder.best, folder.last, folder.lock):
             file.unlink(missing_ok=True)
@@ -129,8 +129,8 @@ def _clear(folder: Folder, new: bool) -> None:
             folder.path.rmdir()
 
 
-def _locks(file: BinaryIO) -> bool:
-    """Take the lock if nobody has it; it goes with the file's last handle."""
+def _try_lock(file: BinaryIO) -> bool:
+    """Take the lock if it is free; closing the file releases it."""
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -1,7 +1,7 @@
-"""`pliant watch`: the report of one run, live, for this machine only.
+"""`pliant watch`: a server for the report of one run while it trains, for this machine only.
 
-The server knows two addresses and opens one file, which was named before it started: no request has a path in it that is
-looked up on disk. It answers only to its own name, so that no page from elsewhere can read it by way of a borrowed one.
+The server knows two addresses and reads one file, whose path is fixed before it starts: no request can name a path on disk. It
+checks the Host header, so that a page from elsewhere cannot read the report by DNS rebinding.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pliant.apps.report import LogError, Run
 from pliant.core.errors import PliantError
 
 HOST = "127.0.0.1"
-_LEAST_WAIT = 2.0  # seconds between two questions of a page
-_REST = 10  # times as long as an answer took to make, a page waits with its next question
+_LEAST_WAIT = 2.0  # seconds between two requests of a page
+_WAIT_FACTOR = 10  # a page waits at least this many times as long as its last answer took
 
 
-class Live:
-    """One run's log, read on when it has grown, and drawn once for all who look."""
+class LivePage:
+    """The page of one run. The log is read again when it has grown, and the page is rendered once for all viewers."""
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._tail = report.Tail(run)
         self.log = self._tail.log
         self._lock = Lock()
         self._stamp, self._run = "", self._tail.read()
-        self._drawn = "", ""  # the stamp of what was drawn, and it
+        self._rendered = "", ""  # the stamp and the rendered body
 
     def read(self) -> tuple[str, Run]:
-        """The run as it is now, and a stamp that changes with it."""
+        """The run as it is now, and a stamp that changes with its log."""
         with self._lock:
             try:
                 status = self.log.stat()
@@ -48,15 +48,15 @@ class Live:
 
     def _body(self, stamp: str, run: Run) -> str:
         with self._lock:
-            if self._drawn[0] != stamp:
-                self._drawn = stamp, report.body([run])
-            return self._drawn[1]
+            if self._rendered[0] != stamp:
+                self._rendered = stamp, report.body([run])
+            return self._rendered[1]
 
     def page(self) -> str:
         return report.page([self.read()[1]], live=True)
 
     def news(self, since: str) -> dict[str, str | float]:
-        """What a page needs that knows the run as of the stamp `since`."""
+        """What a page needs that shows the run as of the stamp `since`."""
         start = time.monotonic()
         try:
             stamp, run = self.read()
@@ -66,12 +66,12 @@ class Live:
         out: dict[str, str | float] = {"stamp": stamp, "said": said}
         if stamp != since:
             out["main"] = self._body(stamp, run)
-        return {**out, "wait": max(_LEAST_WAIT, _REST * (time.monotonic() - start))}
+        return {**out, "wait": max(_LEAST_WAIT, _WAIT_FACTOR * (time.monotonic() - start))}
 
 
 def server(run: str | os.PathLike[str], port: int = 0) -> ThreadingHTTPServer:
-    """A server of this run's page on 127.0.0.1; port 0 takes one that is free. `serve_forever` it."""
-    live = Live(run)
+    """A server for the page of this run on 127.0.0.1; port 0 picks a free port. Call its `serve_forever`."""
+    live = LivePage(run)
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version, timeout = "pliant", "", 30
@@ -116,23 +116,21 @@ def server(run: str | os.PathLike[str], port: int = 0) -> ThreadingHTTPServer:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            """A terminal that shows training has no room for requests."""
+            """Requests are not logged: the terminal may show a training run."""
 
     class Server(ThreadingHTTPServer):
-        daemon_threads = True  # a page that is still open does not hold up Ctrl-C
+        daemon_threads = True  # an open page does not delay Ctrl-C
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """A page that was closed while it was answered is no error."""
+            """A page that was closed during an answer is not an error."""
             if not isinstance(sys.exc_info()[1], ConnectionError):
                 super().handle_error(request, client_address)
 
     try:
         return Server((HOST, port), Handler)
     except OSError as error:
-        raise PliantError(
-            f"port {port} cannot be had on {HOST}: {error.strerror}. Leave --port out to take a free one."
-        ) from error
+        raise PliantError(f"cannot use port {port} on {HOST}: {error.strerror}. Leave out --port to use a free one.") from error
 
 
-def address(of: ThreadingHTTPServer) -> str:
-    return f"http://{HOST}:{of.server_address[1]}/"
+def address(server: ThreadingHTTPServer) -> str:
+    return f"http://{HOST}:{server.server_address[1]}/"

@@ -1,11 +1,11 @@
-"""argv → the functions of the library: a file for each command."""
+"""The `pliant` command: one file per subcommand."""
 
 from __future__ import annotations
 
 try:
     from pliant.cli import adapt, compare, demo, doctor, meta_train, plan, profile, report, train, watch  # noqa: F401
     from pliant.cli.app import app
-except KeyboardInterrupt:  # to import torch takes seconds, and Ctrl-C then is no error to be traced
+except KeyboardInterrupt:  # importing torch takes seconds: Ctrl-C then should show no traceback
     raise SystemExit(130) from None
 
 

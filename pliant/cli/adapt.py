@@ -1,4 +1,4 @@
-"""`pliant adapt`: a few labelled images, a network, a budget; a network that knows them at the end."""
+"""`pliant adapt`: fit a network to a few labelled images inside a budget."""
 
 from __future__ import annotations
 
@@ -6,86 +6,75 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-import pliant
-from pliant.cli.app import app, meant, model_of, there, told
+from pliant.apps import fewshot, models, tasks
+from pliant.apps.data import images
+from pliant.apps.data.images import ImageError, ImageSet
+from pliant.apps.fewshot import Adapted
+from pliant.cli.app import app, check_exists, exit_on_errors, load_model, naming
 from pliant.cli.progress import bar
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pliant.apps.data.images import ImageSet
-    from pliant.apps.fewshot import Adapted
-
-DEFAULT = "efficientnet_lite0"
-
-
-class TaskError(pliant.PliantError, ValueError):
-    """Images that make no task."""
+from pliant.planning import recipes
+from pliant.runtime.files import write_aside
 
 
 @app.command()
 def adapt(
-    support: Annotated[
-        Path, typer.Option(help="Images to learn from: a folder with a folder for each class, or a packed .npz.")
-    ],
+    support: Annotated[Path, typer.Option(help="Images to learn from: a folder with one folder per class, or a packed .npz.")],
     query: Annotated[
-        Path | None, typer.Option(help="Images to classify: folders named after the classes, or just images.")
+        Path | None, typer.Option(help="Images to classify: folders named after the classes, or images without classes.")
     ] = None,
     backbone: Annotated[
         str, typer.Option(help="efficientnet_lite0 with its ImageNet weights, a .safetensors file, or package.module:factory.")
-    ] = DEFAULT,
+    ] = "efficientnet_lite0",
     memory: Annotated[str, typer.Option(help="Memory a step may take beyond inference, like 1MB; or none.")] = "1MB",
     macs: Annotated[
-        str, typer.Option(help="MACs of its backward pass: a share of a full one, or like 5MMAC; or none.")
+        str, typer.Option(help="MACs of its backward pass: a share of a full one, an amount like 5MMAC, or none.")
     ] = "0.15",
-    steps: Annotated[int, typer.Option(min=0, help="Updates; 0 trains nothing.")] = 40,
-    lr: Annotated[
-        str, typer.Option(help="Learning rate; auto: by how well the classes are told apart to begin with.")
-    ] = "auto",
-    batch: Annotated[int, typer.Option(min=1, help="Images at a time; gradients of all gather for an update.")] = 1,
+    steps: Annotated[int, typer.Option(min=0, help="Optimizer steps; 0 trains nothing.")] = 40,
+    lr: Annotated[str, typer.Option(help="Learning rate; auto: lower if the features already separate the classes.")] = "auto",
+    batch: Annotated[int, typer.Option(min=1, help="Images at a time; gradients accumulate over all images of a step.")] = 1,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side that images are resized to.")] = 128,
-    flip: Annotated[bool, typer.Option("--flip", help="Mirrored images are of the same class (animals; not letters).")] = False,
+    flip: Annotated[
+        bool, typer.Option("--flip", help="Also train on mirrored images (right for animals, wrong for letters).")
+    ] = False,
     exact: Annotated[
-        bool, typer.Option("--exact/--greedy", help="The best channels under true prices, or the paper's greedy choice.")
+        bool, typer.Option("--exact/--greedy", help="Choose channels with the exact solver, or greedily as in the paper.")
     ] = True,
     views: Annotated[
-        int | None, typer.Option(min=1, help="So many changed copies of each image, in turn, instead of ever new ones.")
+        int | None,
+        typer.Option(min=1, help="Reuse this many augmented copies of each image instead of new ones in every step."),
     ] = None,
     cache: Annotated[
-        str | None, typer.Option(help="Memory, beside that of a step, for what frozen layers make of images, like 64MB.")
+        str | None, typer.Option(help="Extra memory to cache the outputs of the frozen layers, like 64MB.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of the changed copies of images.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the augmentation.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the adapted weights to this .safetensors file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Fit a network to a few labelled images inside a budget, and name others by them.
+    """Fit a network to a few labelled images inside a budget, and classify other images with it.
 
     Example: pliant adapt --support birds/few --query birds/new --memory 1MB --macs 0.15 --out birds.safetensors
     """
-    from pliant.apps import fewshot, models
-    from pliant.apps import tasks as task
-    from pliant.apps.data import images
-    from pliant.planning import recipes
-
     console = Console(stderr=as_json)
-    with told(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
-        with meant("--memory, --macs"):
+    with exit_on_errors(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
+        with naming("--memory, --macs"):
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
-        with meant("--lr"):
+        with naming("--lr"):
             rate = fewshot.as_rate(lr)
-        where = task.device_of(device)
-        there("--support", support)
-        net = model_of("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
+        where = tasks.device_of(device)
+        check_exists("--support", support)
+        net = load_model("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
         learned = images.load(support, size)
         _check(learned)
-        asked, truth, names = _asked(query, size, learned) if query is not None else (None, None, [])
+        unknown, truth, names = _query(query, size, learned) if query is not None else (None, None, [])
         scale = fewshot.scale_of(backbone) if backbone.endswith(".safetensors") else fewshot.SCALE
         with bar(console, "adapting", steps, "choosing") as show:
             done = fewshot.adapt(
@@ -98,24 +87,24 @@ def adapt(
                 augment=fewshot.Augment(flip=flip),
                 views=views,
                 cache=cache,
-                query=asked,
-                norm=fewshot.norm_of(net) or models.NORM,
+                query=unknown,
+                pixel_stats=fewshot.pixel_stats_of(net) or models.PIXEL_STATS,
                 scale=scale,
                 in_place=True,
                 seed=seed,
                 on_step=lambda step, loss: show(step + 1, f"loss {loss:.3f}"),
             )
         if out is not None:
-            pliant.runtime.files.write_aside(out, models.weights_of(net, {"scale": repr(float(done.model.scale))}))
-        found = _found(done, truth, names)
+            write_aside(out, models.weights_of(net, {"scale": repr(float(done.model.scale))}))
+        found = _to_json(done, truth, names)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
-        _show(console, found)
+        _print(console, found)
 
 
 def _limit(given: str) -> float | str | None:
-    """A share, an amount with its unit, or nothing."""
+    """A share, an amount with its unit, or no limit."""
     if given == "none":
         return None
     try:
@@ -125,39 +114,35 @@ def _limit(given: str) -> float | str | None:
 
 
 def _check(support: ImageSet) -> None:
-    """Prototypes need company: one image says nothing of how its class varies."""
+    """Every class needs two images: one alone does not show how its class varies."""
     single = [name for label, name in enumerate(support.classes) if int((support.labels == label).sum()) == 1]
     if single:
         more = f" (and {len(single) - 1} more classes)" if len(single) > 1 else ""
-        raise TaskError(
-            f"the class {single[0]!r}{more} has one image: it takes two or more to learn from. Add some, or leave it out."
+        raise ImageError(
+            f"the class {single[0]!r}{more} has one image, but two or more are needed to learn from. Add some, or leave it out."
         )
 
 
-def _asked(path: Path, size: int, support: ImageSet) -> tuple[ImageSet, Tensor | None, list[str]]:
-    """Images to classify; their classes where folders say them, their names where they do not."""
-    import torch
-
-    from pliant.apps.data import images
-
-    there("--query", path)
+def _query(path: Path, size: int, support: ImageSet) -> tuple[ImageSet, Tensor | None, list[str]]:
+    """Images to classify: with their classes if folders name them, else with the names of their files."""
+    check_exists("--query", path)
     bare, names = images.loose(path, size)
     if names:
         return images.ImageSet(bare, torch.zeros(len(bare), dtype=torch.int64), support.classes), None, names
     if path.is_dir() and not any(entry.is_dir() for entry in path.iterdir()):
-        raise TaskError(
-            f"--query: {str(path)!r} holds no image, nor folders of images. Give the images to name, or a folder of them for "
-            f"each class."
+        raise ImageError(
+            f"--query: {str(path)!r} holds no image, nor folders of images. Give images to classify, or a folder of images "
+            f"for each class."
         )
     found = images.load(path, size)
     unknown, known = sorted(set(found.classes) - set(support.classes)), _some(support.classes)
     if len(unknown) == len(found.classes):
-        raise TaskError(
+        raise ImageError(
             f"--query: {str(path)!r} has images of {_some(unknown)}, which the support set does not know, and none of {known}. "
-            f"Name the folders like those of --support; or put the images into one folder, without classes, to have them named."
+            f"Name the folders like those of --support, or put all images into one folder to have them classified."
         )
     if unknown:
-        raise TaskError(
+        raise ImageError(
             f"--query: {str(path)!r} has images of {_some(unknown)}, which the support set does not know: it has {known}. Add "
             f"the class there, or leave it out here."
         )
@@ -167,12 +152,12 @@ def _asked(path: Path, size: int, support: ImageSet) -> tuple[ImageSet, Tensor |
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few of them."""
+    """The first few names."""
     return ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _found(done: Adapted, truth: Tensor | None, names: list[str]) -> dict[str, Any]:
-    """What there is to tell, in plain types."""
+def _to_json(done: Adapted, truth: Tensor | None, names: list[str]) -> dict[str, Any]:
+    """The results as plain types."""
     out: dict[str, Any] = {"losses": list(done.losses), "lr": done.lr, "memory_bytes": done.memory_bytes}
     if done.selection is not None:
         layers = Counter(unit.name.partition("[")[0].removeprefix("backbone.") for unit in done.selection.units)
@@ -194,7 +179,7 @@ def _found(done: Adapted, truth: Tensor | None, names: list[str]) -> dict[str, A
     return out
 
 
-def _show(console: Console, found: dict[str, Any]) -> None:
+def _print(console: Console, found: dict[str, Any]) -> None:
     if "chosen" in found:
         groups = ", ".join(f"{layer} ({count})" for layer, count in found["chosen"].items())
         console.print(f"trained groups of channels: {groups}", highlight=False)
@@ -205,9 +190,9 @@ def _show(console: Console, found: dict[str, Any]) -> None:
         console.print(f"learning rate: {found['lr']:.2g}", highlight=False)
     rows = found.get("predictions") or {name: f"{share:.1%}" for name, share in found.get("accuracy_by_class", {}).items()}
     if rows:
-        table = Table("image" if "predictions" in found else "class", "named" if "predictions" in found else "right")
-        for name, said in rows.items():
-            table.add_row(name, said)
+        table = Table(*(("image", "class") if "predictions" in found else ("class", "accuracy")))
+        for name, value in rows.items():
+            table.add_row(name, value)
         console.print(table)
     if "accuracy" in found:
         console.print(f"accuracy: {found['accuracy']:.1%}", highlight=False)

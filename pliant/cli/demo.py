@@ -1,4 +1,4 @@
-"""`pliant demo`: a real network on real digits, plainly and elastically."""
+"""`pliant demo`: fine-tune a real network on real digits, in full and with a budget."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import pliant
-from pliant.cli.app import app, told
+from pliant.apps.demo import run
+from pliant.cli.app import app, exit_on_errors
+from pliant.runtime.files import write_aside
 
 
 @app.command()
 def demo(
-    time: Annotated[float, typer.Option(min=0.01, max=1.0, help="Budget: share of a plain full step's time.")] = 0.5,
+    time: Annotated[float, typer.Option(min=0.01, max=1.0, help="Time budget: share of a plain full step.")] = 0.5,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 60,
     batch: Annotated[int, typer.Option(min=4, max=1000, help="Images per step.")] = 16,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the split, the new head and the order of the images.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Also write what was measured to this JSON file.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the split, the new head and the order of the images.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Also write the measurements to this JSON file.")] = None,
 ) -> None:
-    """Fine-tune a real network on real digits, plainly and elastically, and compare. About two minutes on a CPU.
+    """Fine-tune a real network on real digits, in full and with a time budget, and compare. About two minutes on a CPU.
 
     Example: pliant demo --time 0.4 --steps 80
     """
-    from pliant.apps.demo import run
-
     console = Console()
-    with told(console, stopped="stopped: nothing was written."):
+    with exit_on_errors(console, stopped="stopped: nothing was written."):
         outcomes = run(console, time_share=time, steps=steps, batch=batch, size=size, seed=seed)
         if out is not None:
-            pliant.runtime.files.write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())
+            write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())

@@ -9,26 +9,25 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pliant.cli.app import app, told
+from pliant.apps.doctor import examine
+from pliant.cli.app import app, exit_on_errors
 
 _MARKS = {"there": "✓", "missing": "–", "broken": "✗"}
 
 
 @app.command()
 def doctor(
-    peaks: Annotated[bool, typer.Option(help="Measure peak FLOP/s and bandwidth, for some seconds.")] = True,
+    peaks: Annotated[bool, typer.Option(help="Measure peak FLOP/s and bandwidth, which takes some seconds.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine can run and measure, and what to install for the rest.
+    """Show what this machine can run and measure, and what to install for the rest.
 
     Example: pliant doctor --no-peaks
 
-    Exit codes: 0 the library runs here, whatever else is missing; 1 it does not.
+    Exit codes: 0 the library runs here, even if extras are missing; 1 it does not.
     """
-    from pliant.apps.doctor import examine
-
     console = Console()
-    with told(Console(stderr=True)):
+    with exit_on_errors(Console(stderr=True)):
         found = examine(peaks)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))

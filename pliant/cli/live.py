@@ -1,9 +1,9 @@
-"""How `pliant train` shows a run while it goes on: a live panel on a terminal, plain lines elsewhere."""
+"""How `pliant train` shows the status of a run: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -13,13 +13,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pliant.apps.train import Moment
+from pliant.apps.train import OnStatus, Status
 
 _SHADES = "·░▒▓█"
 
 
 def strip(trained: Sequence[bool], width: int) -> str:
-    """What trains now, input to output: a block for each unit, or for some of them where there are more than fit.
+    """What is trained now, input to output: one character per unit, or per group of units if the width is too small.
 
     >>> strip([False, True, True, True], 4), strip([False, True, True, True], 2)
     ('·███', '▒█')
@@ -44,54 +44,54 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def line(moment: Moment) -> str:
-    """A moment in one line, for logs and pipes."""
-    said = [f"step {moment.step}/{moment.steps}", f"epoch {moment.epoch}/{moment.epochs}"]
-    if moment.loss is not None:
-        said.append(f"loss {moment.loss:.3f}")
-    said += [part for part in (moment.news, moment.budget) if part]
-    if moment.trained:
-        said.append(f"{sum(moment.trained)} of {len(moment.trained)} units")
-    if moment.seconds_left:
-        said.append(f"{duration(moment.seconds_left)} left")
-    return " · ".join(said)
+def line(status: Status) -> str:
+    """A status in one line, for logs and pipes."""
+    parts = [f"step {status.step}/{status.steps}", f"epoch {status.epoch}/{status.epochs}"]
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.3f}")
+    parts += [part for part in (status.news, status.budget) if part]
+    if status.trained:
+        parts.append(f"{sum(status.trained)} of {len(status.trained)} units")
+    if status.seconds_left:
+        parts.append(f"{duration(status.seconds_left)} left")
+    return " · ".join(parts)
 
 
-def panel(moment: Moment, width: int) -> Group:
-    """A moment as it stands on a terminal."""
+def panel(status: Status, width: int) -> Group:
+    """A status as a panel of the terminal."""
     top = Table.grid(padding=(0, 1))
-    left = f"{duration(moment.seconds_left)} left" if moment.seconds_left is not None else "measuring"
+    left = f"{duration(status.seconds_left)} left" if status.seconds_left is not None else "measuring"
     top.add_row(
-        f"epoch {moment.epoch}/{moment.epochs}",
-        ProgressBar(total=moment.steps, completed=moment.step, width=max(10, min(40, width - 50))),
-        f"step {moment.step}/{moment.steps}",
-        left if moment.step < moment.steps else "",
+        f"epoch {status.epoch}/{status.epochs}",
+        ProgressBar(total=status.steps, completed=status.step, width=max(10, min(40, width - 50))),
+        f"step {status.step}/{status.steps}",
+        left if status.step < status.steps else "",
     )
     rows = Table.grid(padding=(0, 2))
-    loss = f"{moment.loss:.4f}" if moment.loss is not None else "–"
+    loss = f"{status.loss:.4f}" if status.loss is not None else "–"
     rows.add_row("loss", Text(loss))
-    rows.add_row("accuracy", Text(f"{moment.accuracy:.1%}, best {moment.best:.1%}"))
-    rows.add_row("budget", Text(moment.budget or "–"))
-    if moment.trained:
-        share = f"{sum(moment.trained)} of {len(moment.trained)} units, input to output"
-        rows.add_row("trains", Text(strip(moment.trained, max(width - 12, 8)), style="green"))
+    rows.add_row("accuracy", Text(f"{status.accuracy:.1%}, best {status.best:.1%}"))
+    rows.add_row("budget", Text(status.budget or "–"))
+    if status.trained:
+        share = f"{sum(status.trained)} of {len(status.trained)} units, input to output"
+        rows.add_row("trained", Text(strip(status.trained, max(width - 12, 8)), style="green"))
         rows.add_row("", Text(share, style="dim"))
     return Group(top, rows)
 
 
 @contextmanager
-def shown(console: Console) -> Iterator[Callable[[Moment], None]]:
-    """What `train` may tell of itself; the last panel stays on the screen, unless the run fails: then the error is what to
-    read."""
+def shown(console: Console) -> Iterator[OnStatus]:
+    """Shows each status that it is called with. The last panel stays on the screen unless the run fails: then the user should
+    read the error."""
     if not console.is_terminal:
-        yield lambda moment: console.print(line(moment), markup=False, highlight=False, soft_wrap=True) if moment.news else None
+        yield lambda status: console.print(line(status), markup=False, highlight=False, soft_wrap=True) if status.news else None
         return
     with Live(console=console, auto_refresh=False) as live:
 
-        def show(moment: Moment) -> None:
-            if moment.news:
-                console.print(f"step {moment.step}: {moment.news}", markup=False, highlight=False)
-            live.update(panel(moment, console.width), refresh=True)
+        def show(status: Status) -> None:
+            if status.news:
+                console.print(f"step {status.step}: {status.news}", markup=False, highlight=False)
+            live.update(panel(status, console.width), refresh=True)
 
         try:
             yield show

@@ -5,53 +5,45 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.app import app, images_of, told
+from pliant.apps import tasks
+from pliant.apps.explain import explained
+from pliant.apps.train import Options, load_task
+from pliant.cli.app import app, check_data, exit_on_errors
+from pliant.cli.options import Given, train_options
 
 
 @app.command()
+@train_options("time", "memory", "macs", "recipe", "data", "batch", "size", "lr", "scratch", "device", "engine", "seed")
 def plan(
-    model: Annotated[str, typer.Argument(help="As in `pliant train --model`.")] = "efficientnet_lite0",
-    time: Annotated[str | None, typer.Option(help="Time a step may take: a share of a full one, or like 12ms.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory it may take beyond inference: a share, or like 64MB.")] = None,
-    macs: Annotated[str | None, typer.Option(help="Multiply-accumulates: a share, or like 1.5GMAC.")] = None,
-    recipe: Annotated[str, typer.Option(help="As in `pliant train`.")] = "pliant",
-    data: Annotated[str, typer.Option(help="As in `pliant train`: what its first batch says each unit is worth.")] = "digits",
-    batch: Annotated[int, typer.Option(min=1, help="Images per step.")] = 16,
-    size: Annotated[int, typer.Option(min=8, help="Pixels per side.")] = 64,
-    lr: Annotated[float, typer.Option(help="Learning rate: what an update would change.")] = 0.03,
-    scratch: Annotated[bool, typer.Option("--scratch", help="Random weights.")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    engine: Annotated[str, typer.Option(help="As in `pliant train`.")] = "auto",
+    *,
+    model: Annotated[str, typer.Argument(help="As in `pliant train --model`.")] = Options.model,
+    given: Given,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads. With one, CPU time is measured.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of new weights and the batch.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a budget would choose at the first step, and why: what each unit is worth, costs, and what all together cost.
+    """Show what a budget would choose at the first step, and why: the value and the cost of each unit, and of all chosen units.
 
     Example: pliant plan efficientnet_lite0 --time 0.4 --memory 30MB
 
-    Exit codes: 0 done, 1 told why not (a budget below the floor names it), 2 wrong usage, 130 stopped.
+    Exit codes: 0 done, 1 failed (a budget below the floor says where the floor is), 2 wrong usage, 130 stopped.
     """
-    import torch
-
-    from pliant.apps import tasks as task
-    from pliant.apps.explain import explained
-    from pliant.apps.train import Options
-
     console = Console()
     torch.set_num_threads(threads)
-    with told(Console(stderr=True), ValueError):
-        Options(engine=engine, lr=lr)  # says what is wrong with them
-        images_of("--data", data)
-        policy = task.policy(recipe, time, memory, macs, seed)
-        loaded = task.load(model, data, size=size, seed=seed, device=device, scratch=scratch)
-        task.check_names(recipe, loaded.model)
-        with task.session(loaded, policy, batch=batch, lr=lr, scratch=scratch, engine=engine) as session:
-            session.before_step(next(loaded.batches(batch, seed, 0)))
+    with exit_on_errors(Console(stderr=True), ValueError):
+        options = Options(model=model, **given)
+        check_data("--data", options.data)
+        policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
+        task = load_task(options)
+        tasks.check_names(options.recipe, task.model)
+        with tasks.session(
+            task, policy, batch=options.batch, lr=options.lr, scratch=options.scratch, engine=options.engine
+        ) as session:
+            session.before_step(next(task.batches(options.batch, options.seed, 0)))
             found = explained(session)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -59,8 +51,9 @@ def plan(
     console.print(heading(found), markup=False, highlight=False, soft_wrap=True)
     console.print(table(found))
     console.print(
-        "value: share of what all units are worth; alone: a step with this unit alone; cumulative: a step with it and every "
-        "chosen one above it; no room: what a step with it would take. Shares of a plain full step; loss first.",
+        "value: share of the value of all units; alone: a step with this unit alone; cumulative: a step with this unit and all "
+        "chosen units above it; no room: the cost of a step with it. Costs are shares of a plain full step. The unit nearest "
+        "the loss comes first.",
         highlight=False,
         soft_wrap=True,
     )
@@ -87,6 +80,7 @@ def heading(found: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> Table:
+    """One line per unit, with the costs that the budget limits, or the first known cost."""
     kinds = [name for name in found["cost"] if name in found["asked"]] or [next(iter(found["cost"]))]
     out = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("", "unit", "value"):

@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
-import pliant
-from pliant.cli.app import Misused, app, model_of, told
+from pliant import units
+from pliant.apps import tasks
+from pliant.apps.layer_report import layer_report
+from pliant.cli.app import UsageError, app, exit_on_errors, load_model
+from pliant.cost import roofline
+from pliant.runtime.files import write_aside
 
 
 @app.command()
@@ -22,38 +27,31 @@ def profile(
     ids: Annotated[int, typer.Option(min=0, help="The inputs are token ids below this number.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[
-        int, typer.Option(min=1, help="CPU threads. With one, CPU time is measured, which others disturb less")
+        int, typer.Option(min=1, help="CPU threads. With one, CPU time is measured, which other processes disturb less.")
     ] = 1,
-    tensors: Annotated[bool, typer.Option("--tensors", help="A line for each tensor, not for each layer.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="One line per tensor instead of per layer.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Also draw the roofline into this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure a model on this device: every layer's cost, arithmetic intensity and place under the roof.
+    """Measure a model on this device: the cost and the arithmetic intensity of every layer, and its place under the roofline.
 
     Example: pliant profile efficientnet_lite0 --batch 4 --size 96 --svg roof.svg
 
-    Exit codes: 0 done, 1 told why not, 2 wrong usage, 130 stopped.
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped.
     """
-    import torch
-
-    from pliant import units
-    from pliant.apps import tasks as task
-    from pliant.apps.layer_report import survey
-    from pliant.cost import roofline
-
     console = Console()
     torch.set_num_threads(threads)
-    with told(console, ValueError, RuntimeError):
+    with exit_on_errors(console, ValueError, RuntimeError):
         if shape and not all(n.isdecimal() for n in shape.split("x")):
-            raise Misused(f"--shape: {shape!r} is no shape: write whole numbers with an x between them, like 3x128x128.")
-        where = task.device_of(device)
-        net = model_of("MODEL", model).to(where)
+            raise UsageError(f"--shape: {shape!r} is not a shape. Write whole numbers with an x between them, like 3x128x128.")
+        where = tasks.device_of(device)
+        net = load_model("MODEL", model).to(where)
         inputs = tuple(int(n) for n in shape.split("x")) if shape else (3, size, size)
         x = torch.randint(ids, (batch, *inputs), device=where) if ids else torch.randn(batch, *inputs, device=where)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-        found = survey(net, optimizer, lambda m, b: m(b).float().square().mean(), x, units.tensors() if tensors else None)
+        found = layer_report(net, optimizer, lambda m, b: m(b).float().square().mean(), x, units.tensors() if tensors else None)
         if svg is not None:
-            pliant.runtime.files.write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
+            write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
         return

@@ -1,4 +1,4 @@
-"""The bar that a command shows while it works."""
+"""The progress bar of a command."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def bar(console: Console, what: str, total: int, note: str = "") -> Iterator[Callable[[int, str], None]]:
-    """A bar that is told how much is done, and a note to stand beside it.
+    """A progress bar, as a function of the amount done and of a note to show beside it.
 
-    It stays on the screen when the work ends, and when Ctrl-C ends it. Where the work fails it goes: the error is what to read.
+    The bar stays on the screen when the work ends or is stopped by Ctrl-C. When the work fails, it is removed: the user should
+    read the error.
     """
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    # Notes hold text of anywhere, which is not to be read as markup.
+    # A note may hold any text, so it is not parsed as markup.
     notes = TextColumn("{task.fields[note]}", markup=False)
     with Progress(TextColumn("{task.description}"), *columns, notes, console=console) as progress:
         task = progress.add_task(what, total=total, note=note)

@@ -1,4 +1,4 @@
-"""`pliant report`: run logs → one page."""
+"""`pliant report`: run logs as one page, Markdown or text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import pliant
-from pliant.cli.app import app, meant, told
+from pliant.apps import report as reports
+from pliant.cli.app import app, exit_on_errors, naming
+from pliant.runtime.files import write_aside
 
 
 class Format(str, Enum):
@@ -25,19 +26,17 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Write to this file. For html: report.html beside the first log.", show_default=False)
     ] = None,
-    form: Annotated[Format, typer.Option("--format", help="One web page, Markdown, or plain text.")] = Format.html,
+    form: Annotated[Format, typer.Option("--format", help="A web page, Markdown, or plain text.")] = Format.html,
 ) -> None:
     """Show what a run chose, what it cost and what it learned; several runs are compared.
 
-    The page needs no network and no server: open it, mail it, keep it. Markdown and text are printed unless --out is given.
+    The page is one file that needs no network and no server. Markdown and text are printed unless --out is given.
 
     Example: pliant report runs/a runs/b --out compare.html
     """
-    from pliant.apps import report as reports
-
     console = Console()
-    with told(console, OSError):
-        with meant("RUN"):
+    with exit_on_errors(console, OSError):
+        with naming("RUN"):
             for run in runs:
                 reports.log_of(run)
         loaded = reports.named(reports.load(run) for run in runs)
@@ -48,5 +47,5 @@ def report(
         if out is None:
             typer.echo(content, nl=False)
             return
-        pliant.runtime.files.write_aside(out, content.encode())
+        write_aside(out, content.encode())
         console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Data for the command and the benchmarks: image folders and packed sets, the digits inside scikit-learn, seeded batches."""
+"""Data for the command and the benchmarks: folders of images, packed sets, digits, and seeded batches."""
 
 from pliant.apps.data.digits import Digits, Split, batches, digits
 from pliant.runtime.sample_ids import ids_of, with_ids

@@ -1,4 +1,4 @@
-"""Small image sets and seeded batches, without a download; and datasets whose batches say which samples they hold."""
+"""Handwritten digits that need no download, and seeded batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pliant.apps.models import NORM
+from pliant.apps.models import PIXEL_STATS
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """Handwritten digits: 1000 to train on, 297 to choose by, 500 to report."""
+    """Handwritten digits in three splits: 1000 for training, 297 for validation, 500 for testing."""
 
     train: Split
     validation: Split
@@ -34,18 +34,18 @@ class Digits:
 
 
 def digits(size: int = 64, seed: int = 0) -> Digits:
-    """scikit-learn's 1797 handwritten digits, enlarged from 8×8 to `size` pixels, in three splits of like proportions."""
+    """The 1797 handwritten digits of scikit-learn, enlarged to `size` pixels, in three splits with equal class proportions."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
-            "the digits come with scikit-learn, which is not installed. Run: pip install 'pliant[demo]'", name="sklearn"
+            "the digits are part of scikit-learn, which is not installed. Run: pip install 'pliant[demo]'", name="sklearn"
         ) from error
     raw = load_digits()
     labels = torch.from_numpy(raw.target).long()
-    order = _dealt(labels, seed)
+    order = _stratified_order(labels, seed)
     grey = torch.from_numpy(raw.images).float()[order, None] / 16  # the set's brightest pixel is 16
-    mean, std = NORM
+    mean, std = PIXEL_STATS
     large = (F.interpolate(grey, size=(size, size), mode="bilinear", align_corners=False) - mean) / std
     images = large.expand(-1, 3, -1, -1).contiguous()
     train, validation, test = (
@@ -55,9 +55,9 @@ def digits(size: int = 64, seed: int = 0) -> Digits:
 
 
 def batches(split: Split, size: int, *, seed: int = 0, epochs: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled batches of (images, labels), for so many epochs or without end; the same for the same seed.
+    """Shuffled batches of (images, labels), for this many epochs or without end; the same seed gives the same batches.
 
-    Every batch is full, so that every step costs the same: each epoch leaves out the few samples that are over.
+    Every batch is full, so that every step costs the same: each epoch skips the remaining samples.
     """
     if not 1 <= size <= len(split):
         raise ValueError(f"a batch cannot hold {size} of {len(split)} samples. Use a size from 1 to {len(split)}.")
@@ -75,8 +75,8 @@ def _shuffled(split: Split, size: int, seed: int, epochs: int | None) -> Iterato
         epoch += 1
 
 
-def _dealt(labels: Tensor, seed: int) -> Tensor:
-    """A seeded order in which every stretch holds each class in proportion, as cards are dealt."""
+def _stratified_order(labels: Tensor, seed: int) -> Tensor:
+    """A seeded order in which every stretch has the class proportions of the whole."""
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     place = torch.empty(len(labels), dtype=torch.float64)
     for label in labels.unique():

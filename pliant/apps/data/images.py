@@ -1,4 +1,4 @@
-"""Labelled images from a disk: a folder for each class, or one packed file. Read once, kept as bytes, normalised when used."""
+"""Labelled images from disk: one folder per class, or one packed file. They are kept as bytes and normalised on use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from pliant.apps.data.digits import Split
 from pliant.core.errors import PliantError
 
-Norm = tuple[float | Sequence[float], float | Sequence[float]]  # mean and standard deviation of pixels in 0…1: one, or three
+PixelStats = tuple[float | Sequence[float], float | Sequence[float]]
+"""Mean and standard deviation of pixels in 0…1: one number each, or one per channel."""
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
 _SPLIT_FOLDERS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
@@ -31,7 +32,7 @@ class ImageError(PliantError, ValueError):
 
 
 class Splits(NamedTuple):
-    """What to train on, to choose by, and to report."""
+    """Images for training, validation and testing."""
 
     train: Split
     validation: Split
@@ -40,10 +41,10 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageSet:
-    """Square images of one size (N×3×S×S), the class of each, and what each is for.
+    """Square images of one size (N×3×S×S), with the class and the split of each.
 
-    Images are bytes, 0…255, until `normalised`. `split` says which are to train on (0), to choose by (1) and to test on (2);
-    None: nobody has said.
+    Images are bytes, 0…255, until `normalised`. `split` is 0 for training, 1 for validation and 2 for testing; None means
+    unknown.
     """
 
     images: Tensor
@@ -56,18 +57,20 @@ class ImageSet:
             object.__setattr__(self, "split", torch.as_tensor(self.split, dtype=torch.uint8))
         counts = {len(self.images), len(self.labels), len(self.labels if self.split is None else self.split)}
         if len(counts) > 1:
-            raise ImageError(f"images, labels and split disagree on their number: {sorted(counts)}. Give one each.")
+            raise ImageError(
+                f"images, labels and split disagree in length: {sorted(counts)}. Give one label and one split per image."
+            )
         if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.classes):
             raise ImageError(
                 f"labels go from {int(self.labels.min())} to {int(self.labels.max())}, but there are {len(self.classes)} "
-                f"classes. A label is the place of its class, counted from 0."
+                f"classes. A label is the position of its class, counted from 0."
             )
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def select(self, index: Tensor) -> ImageSet:
-        """Some of the images (positions or a mask); the classes keep their numbers."""
+        """The images at these positions or of this mask; the classes keep their numbers."""
         return replace(
             self,
             images=self.images[index],
@@ -75,22 +78,23 @@ class ImageSet:
             split=None if self.split is None else self.split[index.to(self.split.device)],
         )
 
-    def normalised(self, norm: Norm) -> ImageSet:
-        """The same with images as a network takes them: (x/255 − mean) / standard deviation, in float32."""
+    def normalised(self, pixel_stats: PixelStats) -> ImageSet:
+        """The same images as a network expects them: (x/255 − mean) / standard deviation, in float32."""
         if self.images.is_floating_point():
-            raise ImageError("these images are normalised already: give normalised() images of bytes, 0…255.")
-        mean, std = (torch.as_tensor(part, dtype=torch.float32, device=self.images.device).reshape(-1, 1, 1) for part in norm)
+            raise ImageError("these images are normalised already. Call normalised() on images of bytes, 0…255.")
+        device = self.images.device
+        mean, std = (torch.as_tensor(part, dtype=torch.float32, device=device).reshape(-1, 1, 1) for part in pixel_stats)
         return replace(self, images=(self.images.float() / 255 - mean) / std)
 
     def splits(self, validation: float = 0.2, seed: int = 0, *, test: bool = True) -> Splits:
-        """Three splits, with images as they are here: `normalised` comes first where a network is to see them.
+        """Three splits of the images. Call `normalised` first if a network will see them.
 
-        What the set says stands. Where it names no validation images, that share of every class is cut from those to train on,
-        by lot; where it names no test images, as much again (not with `test=False`). A class keeps at least one image to train
-        on.
+        A split that the set defines is kept. Without validation images, a random share of the training images of every class is
+        used for validation; without test images, as many again for testing (unless `test=False`). A class keeps at least one
+        training image.
         """
         if not 0 < validation < 0.5:
-            raise ImageError(f"validation={validation}: the share of every class to set aside, more than 0 and below 0.5.")
+            raise ImageError(f"validation={validation}: give the share of every class to set aside, above 0 and below 0.5.")
         split = torch.zeros(len(self), dtype=torch.uint8) if self.split is None else self.split.cpu().clone()
         missing = [kind for kind in (VALIDATION, *([TEST] if test else [])) if not bool((split == kind).any())]
         generator = torch.Generator().manual_seed(seed)
@@ -106,12 +110,12 @@ class ImageSet:
 
 
 def load(path: str | os.PathLike[str], size: int) -> ImageSet:
-    """A `packed` set where the name ends in .npz, else a `folder`."""
+    """A `packed` set if the name ends in .npz, else a `folder`."""
     return packed(path, size) if Path(path).suffix == ".npz" else folder(path, size)
 
 
 def loose(path: str | os.PathLike[str], size: int) -> tuple[Tensor, list[str]]:
-    """The images that lie in a folder itself, without classes, resized as in `folder`; and the names of their files."""
+    """The images directly inside a folder, without classes, resized as in `folder`; and the names of their files."""
     root = Path(path)
     files = sorted(file for file in root.iterdir() if _is_image(file)) if root.is_dir() else []
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
@@ -121,16 +125,16 @@ def loose(path: str | os.PathLike[str], size: int) -> tuple[Tensor, list[str]]:
 
 
 def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
-    """The images of a folder with one folder for each class, or with such folders inside of train, val and test.
+    """The images of a folder with one folder per class, or with such folders inside train, val and test.
 
-    Classes come in the order of their names. Whatever their size and shape, images are resized to `size`×`size` (bilinear with
-    antialiasing; what is not square is squeezed, so that nothing is cut off), turned upright, and made RGB, transparency on
-    white. Files that are not named like images, and names that start with a dot, are passed over.
+    Classes are sorted by name. Images are turned upright, converted to RGB (transparency becomes white) and resized to
+    `size`×`size`, bilinear with antialiasing. An image that is not square is squeezed, so that nothing is cut off. Files
+    without an image suffix, and names that start with a dot, are skipped.
     """
     root = Path(path)
     if not root.is_dir():
         what = "a file" if root.exists() else "not there"
-        raise ImageError(f"no folder {os.fspath(root)!r}: it is {what}. Give a folder that holds one folder for each class.")
+        raise ImageError(f"no folder {os.fspath(root)!r}: it is {what}. Give a folder with one folder per class.")
     tops = _folders(root)
     by_split = bool(tops) and all(top.name.lower() in _SPLIT_FOLDERS for top in tops)
     files: list[tuple[Path, str, int]] = []
@@ -138,7 +142,7 @@ def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
         found = _folders(place)
         if not found:
             raise ImageError(
-                f"{os.fspath(place)!r} holds no folders{_loose(place)}. Put the images of each class into a folder of its own."
+                f"{os.fspath(place)!r} holds no folders{_loose(place)}. Put the images of each class into their own folder."
             )
         for of_class in found:
             mine = sorted(file for file in of_class.iterdir() if _is_image(file))
@@ -160,8 +164,8 @@ def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
 def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
     """The images of one .npz file, resized as in `folder`.
 
-    It holds `label` and `classes`, `split` where there is one, and either `data` and `offset` (image n is the JPEG file in
-    `data[offset[n]:offset[n+1]]`) or `bits` (square drawings, a bit for each pixel, 1 for ink; they become black on white).
+    The file holds `label`, `classes` and optionally `split`. The images are either JPEG files (image n is
+    `data[offset[n]:offset[n+1]]`) or square drawings (`bits`: one bit per pixel, 1 for ink; they become black on white).
     """
     file = os.fspath(path)
     try:
@@ -223,18 +227,20 @@ def _decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
                 image = pillow.Image.alpha_composite(pillow.Image.new("RGBA", clear.size, "white"), clear)
             image = image.convert("RGB")
         if image.size != (size, size):
-            image = image.resize((size, size), pillow.Image.Resampling.BILINEAR)  # which widens its filter to shrink
+            image = image.resize(
+                (size, size), pillow.Image.Resampling.BILINEAR
+            )  # Pillow widens the filter when it shrinks an image
     except (OSError, SyntaxError, ValueError, pillow.Image.DecompressionBombError) as error:
         raise ImageError(f"{what} cannot be read: {error}. Replace or remove it.") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
 def _drawn(bits: np.ndarray[Any, np.dtype[np.uint8]], size: int) -> Tensor:
-    """Packed drawings as images: black ink on white."""
+    """Packed drawings as images, black on white."""
     side = math.isqrt(8 * bits.shape[1])
     ink = torch.from_numpy(np.unpackbits(bits, axis=1)[:, : side * side].reshape(-1, 1, side, side))
     out = torch.empty(len(ink), 3, size, size, dtype=torch.uint8)
-    for few, rows in zip(ink.split(256), out.split(256), strict=True):  # floats of all of them would be many
+    for few, rows in zip(ink.split(256), out.split(256), strict=True):  # all of them as floats would need much memory
         large = F.interpolate(few.float(), size=(size, size), mode="bilinear", align_corners=False, antialias=True)
         rows.copy_(255 - (255 * large).round().clamp(0, 255).expand(-1, 3, -1, -1))
     return out

@@ -1,4 +1,4 @@
-"""A classifier without weights of its own: a class is the mean of its images' features, and an image belongs to the nearest."""
+"""A classifier without weights: each class is the mean of its features, and an image gets the class of the nearest mean."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SCALE = 10.0
 class Prototypes(nn.Module):
     """A prototypical network with a cosine classifier: logits = scale · cos(features, prototype of each class).
 
-    The features are the backbone's `embed`, or its forward where it has none. Prototypes are no parameters: `fit_` computes
-    them without a gradient. The scale (an inverse temperature) is learned in meta-training; it is kept as its logarithm, so
-    that it stays above zero. Snell et al., 2017; Gidaris and Komodakis, 2018.
+    The features come from the backbone's `embed`, or from its `forward` if it has no `embed`. Prototypes are not parameters:
+    `fit_` computes them without a gradient. The scale (an inverse temperature) is learned in meta-training. It is stored as its
+    logarithm, so that it stays positive. Snell et al., 2017; Gidaris and Komodakis, 2018.
 
     >>> model = Prototypes(nn.Flatten())
     >>> images = torch.eye(2).reshape(2, 1, 1, 2)
@@ -35,7 +35,7 @@ class Prototypes(nn.Module):
     def __init__(self, backbone: nn.Module, scale: float = SCALE) -> None:
         super().__init__()
         if not scale > 0:
-            raise ValueError(f"scale={scale}: cosines are multiplied with more than 0.")
+            raise ValueError(f"scale={scale}: give a scale above 0.")
         self.backbone = backbone
         like = next((tensor for tensor in backbone.parameters()), torch.zeros(()))
         self.log_scale = nn.Parameter(torch.tensor(math.log(scale), device=like.device))
@@ -51,7 +51,7 @@ class Prototypes(nn.Module):
         return features(images).flatten(1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images → logits of the classes that were fitted."""
+        """Images → logits of the fitted classes."""
         return self.logits(self.embed(images), self.prototypes)
 
     def logits(self, features: Tensor, prototypes: Tensor) -> Tensor:
@@ -59,21 +59,21 @@ class Prototypes(nn.Module):
 
     @torch.no_grad()
     def fit_(self, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
-        """Prototypes of all classes from (images, labels), batch after batch: nothing is kept but their sums."""
-        self.take_(((self.embed(images), labels) for images, labels in batches), classes)
+        """Compute the prototypes from batches of (images, labels); only their sums are kept in memory."""
+        self.fit_features_(((self.embed(images), labels) for images, labels in batches), classes)
 
     @torch.no_grad()
-    def take_(self, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
-        """The same from (features, labels) that were computed elsewhere."""
+    def fit_features_(self, batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> None:
+        """Compute the prototypes from batches of (features, labels)."""
         means = class_means(batches, classes)
         if self.prototypes.shape == means.shape:
-            self.prototypes.copy_(means)  # in place: whoever follows the model's memory goes on
+            self.prototypes.copy_(means)  # in place, so that memory measurements still see the same tensor
         else:
             self.prototypes = means
 
 
 def class_means(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tensor:
-    """The mean of each class over (features, labels). A class without any is all zeros, near to nothing."""
+    """The mean feature of each class. A class without images gets zeros, whose cosine with any image is 0."""
     sums: Tensor | None = None
     for features, labels in batches:
         if sums is None:
@@ -82,10 +82,10 @@ def class_means(batches: Iterable[tuple[Tensor, Tensor]], classes: int) -> Tenso
         sums = sums.index_add(0, labels, features)
         counts = counts.index_add(0, labels, torch.ones_like(features[:, :1]))
     if sums is None:
-        raise ValueError("there are no images to make prototypes of.")
+        raise ValueError("there are no images to compute prototypes from.")
     return sums / counts.clamp(min=1)
 
 
 def scale_of(path: str | os.PathLike[str]) -> float:
-    """The scale that was learned with the weights of this file, or the usual one where it tells of none."""
+    """The scale in the metadata of a weight file, or the default one."""
     return float(read_weights(path)[1].get("scale", SCALE))

@@ -1,4 +1,4 @@
-"""Images as a step sees them: normalised a few at a time, and slightly changed copies that stand in for images to come."""
+"""Images as a step sees them: normalised, a few at a time, and augmented if asked for."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pliant.apps.data.images import ImageError, ImageSet, Norm
+from pliant.apps.data.images import ImageError, ImageSet, PixelStats
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Random changes that leave an image what it is: moved by up to a `shift` of its side, brighter or darker and of more or
-    less contrast by up to `light`, and with `flip` mirrored half of the time.
+    """Random augmentation: moves by up to `shift` of the side, changes brightness and contrast by up to `light`, and with
+    `flip` mirrors half of the images.
 
-    Mirrored digits, letters and traffic signs are other ones, so `flip` is for the caller to ask for.
+    A mirrored digit, letter or traffic sign means something else, so `flip` is off by default.
     """
 
     shift: float = 0.1
@@ -28,14 +28,14 @@ class Augment:
 
     def __post_init__(self) -> None:
         if not (0 <= self.shift < 0.5 and 0 <= self.light < 1):
-            raise ValueError(f"{self}: shift lies from 0 to below 0.5 of the side, light from 0 to below 1.")
+            raise ValueError(f"{self}: give a shift from 0 to below 0.5 of the side, and a light from 0 to below 1.")
 
     def __call__(self, images: Tensor, numbers: np.ndarray) -> Tensor:
-        """Images in 0…1, each changed by its own `RANDOM` numbers from 0 to 1."""
+        """Augment images in 0…1, each with its own `RANDOM` numbers from 0 to 1."""
         height, width = images.shape[-2:]
         most = round(self.shift * width)
         top, left = np.floor(numbers[:, :2].T * (2 * most + 1)).astype(int)
-        wide = F.pad(images, (most,) * 4, mode="reflect") if most else images  # what is uncovered shows its mirror image
+        wide = F.pad(images, (most,) * 4, mode="reflect") if most else images  # uncovered borders show the mirror image
         out = torch.stack([one[:, y : y + height, x : x + width] for one, y, x in zip(wide, top, left, strict=True)])
         light = 1 + self.light * (2 * numbers[:, 2:4, None, None, None] - 1)
         contrast, brightness = torch.from_numpy(light).to(out).unbind(1)
@@ -47,34 +47,37 @@ class Augment:
         return out
 
 
-RANDOM = 5  # numbers that one change takes: down, right, contrast, brightness, mirrored
+RANDOM = 5  # random numbers per image: down, right, contrast, brightness, mirrored
 
 
-def norm_of(backbone: nn.Module) -> Norm | None:
-    """What a backbone says that its input is normalised with: an attribute `norm` that is a mean and a standard deviation."""
-    told: Any = getattr(backbone, "norm", None)
-    return told if isinstance(told, tuple) and len(told) == 2 else None
+def pixel_stats_of(backbone: nn.Module) -> PixelStats | None:
+    """The attribute `pixel_stats` of a backbone, if it is a mean and a standard deviation."""
+    stats: Any = getattr(backbone, "pixel_stats", None)
+    return stats if isinstance(stats, tuple) and len(stats) == 2 else None
 
 
-def needed_norm(backbone: nn.Module, given: Norm | None) -> Norm:
-    """What was given, or what the backbone says; an error where nobody says."""
-    norm = given or norm_of(backbone)
-    if norm is None:
-        raise ImageError("nobody says what the backbone's input is normalised with: give norm=(mean, standard deviation).")
-    return norm
+def required_pixel_stats(backbone: nn.Module, given: PixelStats | None) -> PixelStats:
+    """The given statistics, or those of the backbone; an error if there are none."""
+    stats = given or pixel_stats_of(backbone)
+    if stats is None:
+        raise ImageError(
+            "the backbone has no attribute pixel_stats, so its input cannot be normalised. Give pixel_stats=(mean, standard "
+            "deviation) of the pixels that it was trained on."
+        )
+    return stats
 
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """A set of images in pieces of at most `batch`: (images, labels, share), normalised when they are asked for.
+    """A set of images in batches of at most `batch`: (images, labels, share), normalised on access.
 
-    With `augment`, each image is changed at random; the same `view` of the same `seed` is the same every time. A piece's share
-    is its number of images over the mean, so that the mean over pieces of share · (mean loss of the piece) is that of the set.
+    With `augment`, each image is augmented at random, always alike for the same `view` and `seed`. The share of a batch is its
+    number of images over the mean. So the mean over batches of share · (mean loss of the batch) is the mean loss of the set.
     """
 
     images: ImageSet
     batch: int
-    norm: Norm
+    pixel_stats: PixelStats
     augment: Augment | None = None
     view: int = 0
     seed: int = 0
@@ -82,9 +85,9 @@ class Views:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise ValueError(f"batch={self.batch}: at least one image at a time.")
+            raise ValueError(f"batch={self.batch}: give at least one image at a time.")
         if self.images.images.is_floating_point():
-            raise ImageError("images are normalised here: give them as bytes, 0…255, and the backbone's norm.")
+            raise ImageError("these images are normalised already. Give them as bytes, 0…255: they are normalised here.")
 
     def __len__(self) -> int:
         return -(-len(self.images) // self.batch)
@@ -94,7 +97,7 @@ class Views:
             yield self.piece(index)
 
     def places(self) -> list[range]:
-        """The positions of the images in each piece."""
+        """The positions of the images in each batch."""
         return [range(start, min(start + self.batch, len(self.images))) for start in range(0, len(self.images), self.batch)]
 
     def piece(self, index: range) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,6 +107,8 @@ class Views:
         if self.augment is not None:
             numbers = np.random.default_rng([self.seed, self.view]).random((len(self.images), RANDOM))
             images = self.augment(images, numbers[some])
-        mean, std = (torch.as_tensor(part, dtype=torch.float32, device=self.device).reshape(-1, 1, 1) for part in self.norm)
+        mean, std = (
+            torch.as_tensor(part, dtype=torch.float32, device=self.device).reshape(-1, 1, 1) for part in self.pixel_stats
+        )
         share = torch.tensor(len(index) * len(self) / len(self.images), device=self.device)
         return images.sub_(mean).div_(std), self.images.labels[some].to(self.device), share

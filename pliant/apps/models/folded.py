@@ -1,7 +1,7 @@
 """Three backbones for microcontrollers: inverted-residual networks whose batch norms are folded into their convolutions.
 
-Folded means convolution and bias, no norm: nothing to keep statistics of, and a step on one image is like any other. Input
-is float NCHW, each pixel x in 0…255 normalised as (x/255 − 0.5) / 0.5. Trained at 128×128; any size from 32 up works.
+Folded means convolution and bias without batch norm: there are no statistics, so a batch of one image works. Input is
+float NCHW, each pixel x in 0…255 normalised as (x/255 − 0.5) / 0.5. Trained at 128×128; any size from 32 up works.
 
 Lin et al., "On-Device Training Under 256KB Memory", 2022, whose weights are the ones that `load_folded` reads; MCUNet, 2020;
 Sandler et al., "MobileNetV2", 2018; Cai et al., "ProxylessNAS", 2019.
@@ -18,29 +18,29 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FOLDED_NORM = (0.5, 0.5)
-"""Mean and standard deviation, the same for all three channels, of pixels that lie in 0…1."""
+FOLDED_PIXEL_STATS = (0.5, 0.5)
+"""Mean and standard deviation of pixels in 0…1, the same for all three channels."""
 
 STEM = 16  # channels before the first block
 
-Row = tuple[int, int, int, int]  # of a block: kernel, stride, channels inside, channels out
+BlockRow = tuple[int, int, int, int]  # kernel, stride, channels inside, channels out
 
 # fmt: off
-MCUNET_5FPS: tuple[Row, ...] = (
+MCUNET_5FPS: tuple[BlockRow, ...] = (
     (3, 1, 16, 8),
     (3, 2, 32, 16), (3, 1, 48, 16),
     (7, 2, 48, 24), (3, 1, 120, 24),
     (3, 2, 120, 40), (7, 1, 160, 40), (5, 1, 160, 48), (3, 1, 144, 48), (3, 1, 192, 48),
     (7, 2, 240, 96), (5, 1, 384, 96), (5, 1, 384, 96), (3, 1, 576, 160),
 )
-MOBILENET_V2_035: tuple[Row, ...] = (
+MOBILENET_V2_035: tuple[BlockRow, ...] = (
     (3, 1, 16, 8),
     (3, 2, 48, 8), (3, 1, 48, 8),
     (3, 2, 48, 16), (3, 1, 96, 16), (3, 1, 96, 16),
     (3, 2, 96, 24), (3, 1, 144, 24), (3, 1, 144, 24), (3, 1, 144, 24), (3, 1, 144, 32), (3, 1, 192, 32), (3, 1, 192, 32),
     (3, 2, 192, 56), (3, 1, 336, 56), (3, 1, 336, 56), (3, 1, 336, 112),
 )
-PROXYLESS_03: tuple[Row, ...] = (
+PROXYLESS_03: tuple[BlockRow, ...] = (
     (3, 1, 16, 8),
     (5, 2, 24, 16), (3, 1, 48, 16),
     (7, 2, 48, 16), (3, 1, 48, 16), (5, 1, 48, 16), (5, 1, 48, 16),
@@ -50,7 +50,7 @@ PROXYLESS_03: tuple[Row, ...] = (
 )
 # fmt: on
 
-LAYERS = {"pw": "expand", "dw": "depthwise", "pl": "project"}  # of a block: the weight file's names → ours
+LAYERS = {"pw": "expand", "dw": "depthwise", "pl": "project"}  # of a block: names in the weight file → names in this module
 
 
 def mcunet_5fps(classes: int = 1000, pretrained: bool = False) -> FoldedNet:
@@ -68,14 +68,14 @@ def proxyless_03(classes: int = 1000, pretrained: bool = False) -> FoldedNet:
     return _random("proxyless_03", PROXYLESS_03, classes, pretrained)
 
 
-def _random(name: str, rows: Sequence[Row], classes: int, pretrained: bool) -> FoldedNet:
+def _random(name: str, rows: Sequence[BlockRow], classes: int, pretrained: bool) -> FoldedNet:
     if pretrained:
-        raise ValueError(f"{name} comes without weights: give a weight file (.safetensors) in place of the name.")
+        raise ValueError(f"{name} comes without weights: give a weight file (.safetensors) instead of the name.")
     return FoldedNet(rows, classes)
 
 
 class FoldedNet(nn.Module):
-    """A stem, inverted-residual blocks by a table of rows, and a linear classifier on the mean of what they give.
+    """A stem, inverted-residual blocks from a table of rows, and a linear classifier on the mean of their output.
 
     >>> import torch
     >>> model = FoldedNet(MCUNET_5FPS, classes=10)
@@ -83,9 +83,9 @@ class FoldedNet(nn.Module):
     (torch.Size([2, 160]), torch.Size([2, 10]))
     """
 
-    norm = FOLDED_NORM
+    pixel_stats = FOLDED_PIXEL_STATS
 
-    def __init__(self, rows: Sequence[Row], classes: int = 1000, stem: int = STEM) -> None:
+    def __init__(self, rows: Sequence[BlockRow], classes: int = 1000, stem: int = STEM) -> None:
         super().__init__()
         self.stem = _conv(3, stem, kernel=3, stride=2, gain=2.0)
         blocks, channels = [], stem
@@ -105,14 +105,14 @@ class FoldedNet(nn.Module):
 
     @property
     def arch(self) -> dict[str, Any]:
-        """The table in the words of the weight files, with the shapes that follow from it."""
+        """The table of blocks as weight files store it."""
         blocks = [block.arch for block in self.blocks if isinstance(block, FoldedBlock)]
         stem = [self.stem.in_channels, self.stem.out_channels, self.stem.kernel_size[0], self.stem.stride[0]]
         return {"stem": stem, "blocks": blocks, "feat": self.classifier.in_features, "classes": self.classifier.out_features}
 
 
 class FoldedBlock(nn.Module):
-    """Widen (1×1), filter each channel (k×k), narrow (1×1); added to the input where the shapes agree."""
+    """Expand (1×1), depthwise (k×k), project (1×1); added to the input if the shapes agree."""
 
     def __init__(self, channels: int, wide: int, out: int, kernel: int, stride: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class FoldedBlock(nn.Module):
 
 
 def _conv(channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, gain: float = 1.0) -> nn.Conv2d:
-    """A convolution whose random weights keep the size of what goes through: `gain` 2 where a ReLU cuts half of it off."""
+    """A convolution whose random weights preserve the variance of its input; `gain` is 2 before a ReLU."""
     conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups)
     nn.init.normal_(conv.weight, std=math.sqrt(gain * groups / (kernel * kernel * channels)))
     if conv.bias is not None:
@@ -150,24 +150,28 @@ def _classifier(features: int, classes: int) -> nn.Linear:
 
 
 def load_folded(path: str | os.PathLike[str]) -> FoldedNet:
-    """The network that a safetensors file holds: its table is in the metadata, its weights are floats, or int8 and a scale for
-    each output channel."""
+    """The network in a safetensors file: the table of blocks is in its metadata; the weights are floats, or int8 with one scale
+    per output channel."""
     state, metadata = read_weights(path)
     if "arch" not in metadata:
-        raise ValueError(f"{os.fspath(path)!r} holds no table of blocks ('arch' in its metadata): it is no folded network.")
+        raise ValueError(
+            f"{os.fspath(path)!r} holds no table of blocks ('arch' in its metadata), so it is not a folded network."
+        )
     return folded(metadata["arch"], state, path)
 
 
 def folded(arch: str, state: Mapping[str, Tensor], path: str | os.PathLike[str], classes: int | None = None) -> FoldedNet:
-    """The network of an architecture in JSON, with these weights, which are those of the file `path`. Another number of
-    `classes` than there gets a new classifier."""
+    """The network of an architecture in JSON with these weights, which come from the file `path`. With another number of
+    `classes` the classifier is new."""
     table = json.loads(arch)
     rows = [(kernel, stride, wide, out) for _, wide, out, kernel, stride, _, _ in table["blocks"]]
     model = FoldedNet(rows, table["classes"], stem=table["stem"][1])
     if model.arch != table:
-        raise ValueError(f"{os.fspath(path)!r} holds another kind of network: its blocks are not the ones that we build.")
+        raise ValueError(
+            f"{os.fspath(path)!r} holds another kind of network: its blocks are not inverted-residual blocks like these."
+        )
     try:
-        model.load_state_dict({_ours(name): value for name, value in state.items()})
+        model.load_state_dict({_renamed(name): value for name, value in state.items()})
     except RuntimeError as error:
         raise ValueError(f"the weights in {os.fspath(path)!r} do not fit its table of blocks: {error}") from error
     if classes is not None and classes != table["classes"]:
@@ -176,7 +180,7 @@ def folded(arch: str, state: Mapping[str, Tensor], path: str | os.PathLike[str],
 
 
 def read_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file and its metadata; an int8 tensor that has a `.scale` becomes float32."""
+    """The tensors of a safetensors file and its metadata; an int8 tensor with a `.scale` becomes float32."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -196,10 +200,10 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
     return out, metadata
 
 
-def _ours(name: str) -> str:
-    """Our name of a tensor of a weight file.
+def _renamed(name: str) -> str:
+    """The name in this module of a tensor in a weight file.
 
-    >>> _ours("blocks.3.pw.bias")
+    >>> _renamed("blocks.3.pw.bias")
     'blocks.3.expand.bias'
     """
     return ".".join(LAYERS.get(word, word) for word in name.split("."))

@@ -1,4 +1,4 @@
-"""Run log → what people read: one self-contained HTML page, Markdown, or plain text.
+"""Run logs as one self-contained HTML page, Markdown, or plain text.
 
 >>> from pliant import report
 >>> runs = [report.load("run.jsonl")]      # doctest: +SKIP
@@ -13,34 +13,33 @@ from pliant.apps.report import tables
 from pliant.apps.report.page import body, page, policy
 from pliant.apps.report.reading import LogError, Tail, load, log_of, named
 from pliant.apps.report.run import Run
-from pliant.core import text as markup
-from pliant.core.text import Table
+from pliant.core.text import Table, in_markdown, plain
 
 __all__ = ["LogError", "Run", "Tail", "body", "load", "log_of", "markdown", "named", "page", "policy", "text"]
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """The report in Markdown: the same tables, the map in characters."""
+    """The report in Markdown: the same tables, with the selection map in characters."""
     out = [] if len(runs) == 1 else ["# Runs side by side", tables.comparison(runs).markdown()]
     for run in runs:
-        out.append(f"# {markup.in_markdown(run.name)}")
+        out.append(f"# {in_markdown(run.name)}")
         for title, parts in tables.parts(run):
             out.append(f"## {title}")
             for part in parts:
                 if isinstance(part, Table):
-                    out += [markup.in_markdown(part.title), part.markdown()]
+                    out += [in_markdown(part.title), part.markdown()]
                 elif isinstance(part, list):
-                    out.append("\n".join(f"- {markup.in_markdown(line)}" for line in part))
+                    out.append("\n".join(f"- {in_markdown(line)}" for line in part))
                 else:
                     out.append("```text\n" + part.replace("`", "'") + "\n```")
     return "\n\n".join(out) + "\n"
 
 
 def text(runs: Sequence[Run]) -> str:
-    """The report in plain characters, for a terminal."""
+    """The report as plain text, for a terminal."""
     out = [] if len(runs) == 1 else [tables.comparison(runs).title, tables.comparison(runs).text()]
     for run in runs:
-        name = markup.plain(run.name)
+        name = plain(run.name)
         out.append(f"{name}\n{'═' * len(name)}")
         for title, parts in tables.parts(run):
             out.append(f"{title}\n{'─' * len(title)}")
@@ -48,5 +47,5 @@ def text(runs: Sequence[Run]) -> str:
                 if isinstance(part, Table):
                     out += [part.title, part.text()]
                 else:
-                    out.append("\n".join(f"• {markup.plain(line)}" for line in part) if isinstance(part, list) else part)
+                    out.append("\n".join(f"• {plain(line)}" for line in part) if isinstance(part, list) else part)
     return "\n\n".join(out) + "\n"

@@ -5,7 +5,7 @@
   // ---------------------------------------------------------------- light and dark
   const button = document.getElementById("theme"), system = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
-  const keep = (theme) => { try { localStorage.setItem("pliant-theme", theme); } catch { /* a page from a file may not */ } };
+  const keep = (theme) => { try { localStorage.setItem("pliant-theme", theme); } catch { /* not allowed for a page from a file */ } };
   const kept = () => { try { return localStorage.getItem("pliant-theme"); } catch { return null; } };
   const name = () => { button.textContent = isDark() ? "Light" : "Dark"; button.setAttribute("aria-label", `Show in ${isDark() ? "light" : "dark"} colours`); };
   if (kept() === "dark" || kept() === "light") root.dataset.theme = kept();
@@ -13,12 +13,12 @@
   system.addEventListener("change", name);
   name();
 
-  // ---------------------------------------------------------------- the map: what a cell says, and walking it
+  // ---------------------------------------------------------------- the map: text of a cell, and keyboard navigation
   const cellOf = (event) => (event.target instanceof Element ? event.target.closest(".map td") : null);
   const said = (cell) => {
     const row = cell.parentElement, round = cell.closest("table").tHead.rows[0].cells[cell.cellIndex].textContent;
     const lines = [row.cells[0].textContent, `round ${round}: ${cell.dataset.state}`];
-    lines.push(cell.dataset.value === undefined ? "value: not scored" : `value: ${Number(cell.dataset.value).toPrecision(4)}`);
+    lines.push(cell.dataset.value === undefined ? "value: not probed" : `value: ${Number(cell.dataset.value).toPrecision(4)}`);
     if (row.dataset.cost) lines.push(`a step with it alone: ${row.dataset.cost.replace(/(\d) (?=\p{L})/gu, "$1\u00a0")}`);
     return lines.join("\n");
   };
@@ -63,7 +63,7 @@
   const enter = () => { for (const map of main.querySelectorAll(".map")) { const first = map.tBodies[0].querySelector("td"); if (first) first.tabIndex = 0; } };
   enter();
 
-  // ---------------------------------------------------------------- news, while the run goes on
+  // ---------------------------------------------------------------- updates, while the run trains
   if (!document.body.hasAttribute("data-live")) return;
   const pulse = document.getElementById("pulse");
   let stamp = "";
@@ -87,7 +87,7 @@
       wait = news.wait ?? wait;
       pulse.textContent = news.said;
     } catch {
-      pulse.textContent = "not connected: the watch was stopped";
+      pulse.textContent = "not connected: the server was stopped";
       wait = 5;
     }
     setTimeout(ask, wait * 1000);

@@ -1,4 +1,4 @@
-"""A run log as it is on disk → one run, without what a resumed run did over."""
+"""A run log on disk → one run, without the steps that a resumed run repeated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pliant.apps.report.run import Chosen, Evaluation, Roof, Run, Start, Step
+from pliant.apps.report.run import Chosen, LoggedEvaluation, LoggedRoofline, Run, Start, Step
 from pliant.core.errors import PliantError
 from pliant.core.types import Cost, Selection, Unit
 from pliant.cost.roofline import Peaks, RooflineRow
@@ -19,11 +19,11 @@ LOG = "run.jsonl"  # its name inside a run's folder
 
 
 class LogError(PliantError, ValueError):
-    """A log that is not there, or is none of a run."""
+    """A log that does not exist, or that is not the log of a run."""
 
 
 def log_of(run: str | os.PathLike[str]) -> Path:
-    """Where the log of a run is: the run's folder, or the log itself, may be given."""
+    """The path of a run's log, from the folder of the run or from the log itself."""
     given = Path(run)
     log = given / LOG if given.is_dir() else given
     if not log.is_file():
@@ -38,9 +38,9 @@ def load(run: str | os.PathLike[str]) -> Run:
 
 
 class Tail:
-    """A log that is read again and again while it grows: each time, only what was appended.
+    """Reads a log again and again while it grows: each time, only the new lines.
 
-    A last line that is not whole yet waits. A log that was truncated or replaced is read from its beginning.
+    An incomplete last line waits for the next read. A log that was truncated or replaced is read from its beginning.
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
@@ -48,13 +48,13 @@ class Tail:
         self._forget()
 
     def _forget(self) -> None:
-        self._file: tuple[int, int] | None = None  # which one on disk
+        self._file: tuple[int, int] | None = None  # device and inode of the file
         self._read = 0  # bytes, up to the end of a whole line
         self._last = b""  # the line that ends there
         self._collected = Lines(os.fspath(self.log))
 
     def read(self) -> Run:
-        """The run as its log tells it now."""
+        """The run as its log describes it now."""
         where = os.fspath(self.log)
         try:
             torn = self._see_more()
@@ -63,22 +63,22 @@ class Tail:
             raise LogError(f"{where!r} cannot be read: {error.strerror}.") from error
         except UnicodeDecodeError as error:
             self._forget()
-            raise LogError(f"{where!r} is not a run log: it holds no text. Give what Session(log=…) writes.") from error
-        except (ValueError, RecursionError) as error:  # no JSON
+            raise LogError(f"{where!r} is not a run log: it holds no text. Give a file that Session(log=…) writes.") from error
+        except (ValueError, RecursionError) as error:  # not JSON
             self._forget()
             raise LogError(f"{where!r} is not a run log: {error}") from error
         if not self._collected.count:
             state = "holds no whole line" if torn else "is empty"
-            raise LogError(f"{where!r} {state}: the run told nothing yet. Try again after its first step.")
+            raise LogError(f"{where!r} {state}: the run has logged nothing yet. Try again after its first step.")
         name = self.log.resolve().parent.name if self.log.name == LOG else self.log.stem
         return replace(self._collected.run(name), torn=torn)
 
     def _see_more(self) -> bool:
-        """Take in the whole lines that are new; tells whether part of another one follows them."""
+        """Read the complete new lines; returns whether an incomplete line follows them."""
         with open(self.log, "rb") as file:
             status = os.fstat(file.fileno())
             which = status.st_dev, status.st_ino
-            if self._read and (self._file != which or not self._goes_on(file)):
+            if self._read and (self._file != which or not self._has_grown(file)):
                 self._forget()
             self._file = which
             file.seek(self._read)
@@ -86,22 +86,22 @@ class Tail:
                 if not line.endswith(b"\n"):
                     return True
                 try:
-                    told = json.loads(line)
+                    event = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"line {self._collected.count + 1}: not a line of a run log ({error}).") from error
-                self._collected.see(told)
+                self._collected.see(event)
                 self._read += len(line)
                 self._last = line
         return False
 
-    def _goes_on(self, file: BinaryIO) -> bool:
-        """Whether what was read last still stands where it stood; a shorter file has nothing there."""
+    def _has_grown(self, file: BinaryIO) -> bool:
+        """Whether the last line that was read is still at the same place."""
         file.seek(self._read - len(self._last))
         return file.read(len(self._last)) == self._last
 
 
 def named(runs: Iterable[Run]) -> list[Run]:
-    """The runs, told apart where several have one name."""
+    """The runs, numbered if several have the same name."""
     out: list[Run] = []
     for run in runs:
         same = sum(other.name == run.name or other.name.startswith(f"{run.name} (") for other in out)
@@ -110,7 +110,7 @@ def named(runs: Iterable[Run]) -> list[Run]:
 
 
 def parse(lines: Iterable[Any], name: str, where: str = "the log") -> Run:
-    """The run that these lines tell of: the last one, where several stand in one file."""
+    """The run that these lines describe; the last one if there are several."""
     collected = Lines(where)
     for line in lines:
         collected.see(line)
@@ -118,22 +118,24 @@ def parse(lines: Iterable[Any], name: str, where: str = "the log") -> Run:
 
 
 class Lines:
-    """Lines of a log, one after the other, and the run that they tell of so far. A file that goes on with another run tells of
-    that one: what was wrong with lines before it matters no more."""
+    """Collects the lines of a log and gives the run that they describe so far.
+
+    If a file holds several runs, only the last one counts, and errors in earlier lines are ignored.
+    """
 
     def __init__(self, where: str) -> None:
         self.count = 0
         self._where = where
         self._starts = 0
         self._reading = _Reading()
-        self._tells = self._speaks = False  # of what was chosen; of anything
+        self._has_choice = self._has_event = False  # a line about what was chosen; any event
         self._wrong: LogError | None = None
 
     def see(self, line: Any) -> None:
         self.count += 1
         event = line.get("event") if isinstance(line, dict) else None
-        self._speaks |= isinstance(line, dict) and "event" in line
-        self._tells |= event in ("start", "round", "resume")
+        self._has_event |= isinstance(line, dict) and "event" in line
+        self._has_choice |= event in ("start", "round", "resume")
         if event == "start":
             self._starts += 1
             if self._starts > 1:
@@ -148,13 +150,13 @@ class Lines:
             self._wrong.__cause__ = error
 
     def run(self, name: str) -> Run:
-        if not self._tells and self._speaks:
+        if not self._has_choice and self._has_event:
             raise LogError(
-                f"{self._where!r} does not say what was chosen: the run told too little yet. Try again after its first step."
+                f"{self._where!r} does not say yet what was chosen: the run logged too little. Try again after its first step."
             )
-        if not self._tells:
+        if not self._has_choice:
             raise LogError(
-                f"{self._where!r} is not a run log: no line in it says what was chosen. Give what Session(log=…) writes."
+                f"{self._where!r} is not a run log: no line in it says what was chosen. Give a file that Session(log=…) writes."
             )
         if self._wrong is not None:
             raise self._wrong
@@ -162,23 +164,23 @@ class Lines:
 
 
 class _Reading:
-    """Collects lines. A resumed run goes on from a checkpoint: what the log holds beyond it was done over."""
+    """Collects the events of one run. A resumed run continues from a checkpoint: earlier events after it are dropped."""
 
     def __init__(self) -> None:
         self.start = Start()
         self.chosen: list[Chosen] = []
         self.steps: list[Step] = []
         self.peaks: list[tuple[int, int]] = []
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[LoggedEvaluation] = []
         self.notes: list[tuple[int, str]] = []
         self.resumed: list[int] = []
-        self.roof: Roof | None = None
+        self.roof: LoggedRoofline | None = None
         self.no_roof = ""
         self.resident: int | None = None
         self.ended = False
 
     def see(self, line: Any) -> None:
-        """Take in one line; events that are not known are passed over."""
+        """Add one line; unknown events are ignored."""
         event = line["event"]
         self.ended = self.ended and event not in ("step", "round", "resume")
         if line.get("resident") is not None:
@@ -193,7 +195,7 @@ class _Reading:
             self.peaks.append((int(line["step"]), int(_number(line["measured"]))))
         elif event == "evaluated":
             scores = _maybe(line.get("accuracy")), _maybe(line.get("loss"))
-            self.evaluations.append(Evaluation(int(line["step"]), str(line.get("split", "validation")), *scores))
+            self.evaluations.append(LoggedEvaluation(int(line["step"]), str(line.get("split", "validation")), *scores))
         elif event == "note":
             self.notes.append((int(line["step"]), str(line["text"])))
         elif event == "roofline":
@@ -206,7 +208,9 @@ class _Reading:
 
     def _go_back(self, step: int) -> None:
         self.resumed.append(step)
-        self.chosen = [each for each in self.chosen if each.selection.step < step]  # the choice at a step comes after it
+        self.chosen = [
+            each for each in self.chosen if each.selection.step < step
+        ]  # a selection at a step is made after that step
         self.steps = [each for each in self.steps if each.number <= step]
         self.peaks = [each for each in self.peaks if each[0] <= step]
         self.evaluations = [each for each in self.evaluations if each.step <= step]
@@ -238,12 +242,12 @@ class _Reading:
 
 
 def _start(line: Mapping[str, Any]) -> Start:
-    said = {key: line[key] for key in ("policy", "when", "signal", "engine", "seed") if key in line}
+    facts = {key: line[key] for key in ("policy", "when", "signal", "engine", "seed") if key in line}
     origin = {
         key: line["origin"][key] for key in ("device", "threads", "batch", "dtype", "torch", "taken") if key in line["origin"]
     }
     return Start(
-        facts={key: str(value) for key, value in {**said, **origin, "pliant": line.get("pliant", "")}.items()},
+        facts={key: str(value) for key, value in {**facts, **origin, "pliant": line.get("pliant", "")}.items()},
         full=_cost(line["full"]),
         units=tuple(reversed([str(name) for name in line["units"]])),
         costs={str(name): _cost(cost) for name, cost in line.get("costs", {}).items()},
@@ -271,12 +275,12 @@ def _chosen(line: Mapping[str, Any]) -> Chosen:
     return Chosen(selection, split, _maybe(line.get("choosing_seconds")) or 0.0)
 
 
-def _roof(line: Mapping[str, Any]) -> Roof:
+def _roof(line: Mapping[str, Any]) -> LoggedRoofline:
     rows = (
         RooflineRow(str(u["name"]), _number(u["seconds"]), int(_number(u["macs"])), int(_number(u["moved"])))
         for u in line["units"]
     )
-    return Roof(Peaks.from_json(line["peaks"]), tuple(rows))
+    return LoggedRoofline(Peaks.from_json(line["peaks"]), tuple(rows))
 
 
 def _cost(data: Mapping[str, Any]) -> Cost:
@@ -286,8 +290,8 @@ def _cost(data: Mapping[str, Any]) -> Cost:
 
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is no number")
-    if not abs(value) < 1e300:  # no sum of a few is infinite either
+        raise TypeError(f"{value!r} is not a number")
+    if not abs(value) < 1e300:  # so that a sum of a few is finite too
         raise ValueError(f"{value!r} is out of range")
     return float(value)
 

@@ -1,4 +1,4 @@
-"""One run as a report tells of it: what was chosen, step by step, and what it cost."""
+"""One run as its log describes it: what was chosen, step by step, and what it cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pliant.cost.roofline import Peaks, RooflineRow
 
 @dataclass(frozen=True)
 class Start:
-    """What the run began with. Logs of older versions lack some of it."""
+    """The start of a run. Logs of older versions lack some fields."""
 
     facts: Mapping[str, str] = field(default_factory=dict)
     full: Cost = field(default_factory=Cost)
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A selection and what happened while it was in force; several belong to one round where it was corrected."""
+    """A selection and the steps that it was used for. A round that was corrected has several."""
 
     selection: Selection
     split: Mapping[str, Cost] = field(default_factory=dict)
@@ -45,18 +45,18 @@ class Chosen:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of the units that are chosen."""
+        """The names of the chosen units."""
         return frozenset(unit.name for unit in self.selection.units)
 
     @property
     def seconds(self) -> float | None:
-        """The median step: the first ones of a choice warm up or are measured, which takes longer."""
+        """The median step, because the first steps of a selection take longer: they warm up or are measured."""
         return _median(step.seconds for step in self.steps)
 
 
 @dataclass(frozen=True)
-class Round:
-    """All that was in force between two times of choosing anew."""
+class LoggedRound:
+    """The selections of one round: the first one and its corrections."""
 
     number: int
     chosen: tuple[Chosen, ...]
@@ -73,14 +73,14 @@ class Round:
         return self.chosen[-1].selection.values.get(unit)
 
     def trained(self, unit: str) -> float:
-        """The share of its steps in which the unit was trained; of a round without steps, whether the unit is chosen."""
+        """The share of the round's steps in which the unit was trained; without steps, 1 if the unit is chosen."""
         if not self.steps:
             return float(unit in self.chosen[-1].names)
         return sum(len(each.steps) for each in self.chosen if unit in each.names) / self.steps
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LoggedEvaluation:
     step: int
     split: str
     accuracy: float | None
@@ -88,8 +88,8 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Roof:
-    """A roofline: what the device can do, and where each unit's backward pass stands."""
+class LoggedRoofline:
+    """A roofline: the peaks of the device, and the backward pass of each unit."""
 
     peaks: Peaks
     rows: tuple[RooflineRow, ...]
@@ -97,26 +97,26 @@ class Roof:
 
 @dataclass(frozen=True)
 class Run:
-    """One run as its log tells it."""
+    """One run as its log describes it."""
 
     name: str
     start: Start = field(default_factory=Start)
     chosen: tuple[Chosen, ...] = ()
-    loose: tuple[Step, ...] = ()  # before the first choice that the log holds
-    evaluations: tuple[Evaluation, ...] = ()
+    loose: tuple[Step, ...] = ()  # before the first selection in the log
+    evaluations: tuple[LoggedEvaluation, ...] = ()
     notes: tuple[tuple[int, str], ...] = ()
-    roof: Roof | None = None
+    roof: LoggedRoofline | None = None
     no_roof: str = ""  # why there is none
-    resumed: tuple[int, ...] = ()  # the steps that it went on from
-    resident: int | None = None  # the most that the process was seen to take up
+    resumed: tuple[int, ...] = ()  # the steps at which it was resumed
+    resident: int | None = None  # the largest resident memory of the process
     ended: bool = False
     torn: bool = False  # the last line was cut short
-    earlier: int = 0  # runs that stand before it in the same file
+    earlier: int = 0  # number of runs before it in the same file
 
     @cached_property
-    def rounds(self) -> tuple[Round, ...]:
+    def rounds(self) -> tuple[LoggedRound, ...]:
         numbers = dict.fromkeys(each.selection.round for each in self.chosen)
-        return tuple(Round(n, tuple(each for each in self.chosen if each.selection.round == n)) for n in numbers)
+        return tuple(LoggedRound(n, tuple(each for each in self.chosen if each.selection.round == n)) for n in numbers)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -141,18 +141,18 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """What training took: profiling, choosing and steps. Evaluating and loading data are not in it."""
+        """Training time: profiling, choosing and steps, without evaluating and loading data."""
         choosing = sum(each.choosing_seconds for each in self.chosen)
         return (self.start.profiling_seconds or 0.0) + choosing + sum(step.seconds or 0.0 for step in self.steps)
 
     @property
     def bytes(self) -> int | None:
-        """The highest peak beyond inference that was measured."""
+        """The highest measured peak beyond inference."""
         return max((each.bytes for each in self.chosen if each.bytes is not None), default=None)
 
     @property
-    def accuracy(self) -> Evaluation | None:
-        """The last one told, of the split that counts: test, else validation, else whatever there is."""
+    def accuracy(self) -> LoggedEvaluation | None:
+        """The last evaluation on test, else on validation, else on any split."""
         known = [each for each in self.evaluations if each.accuracy is not None]
         for split in ("test", "validation"):
             of = [each for each in known if each.split == split]
@@ -168,7 +168,7 @@ class Run:
         return sum(round.trained(unit) * round.steps for round in self.rounds) / steps
 
     def mean_split(self) -> dict[str, Cost]:
-        """What an average step of the run was predicted to cost, by what it is paid for; empty where the log does not say."""
+        """The predicted mean cost of a step by part (forward, dX, dW, optimizer); empty if the log lacks it."""
         steps = sum(len(each.steps) for each in self.chosen if each.split)
         out: dict[str, Cost] = {}
         for each in self.chosen:
@@ -183,7 +183,7 @@ def _median(amounts: Iterable[float | None]) -> float | None:
 
 
 def blocks(units: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Units that follow each other in one block of the model: up to the first number in their names, else by the first word.
+    """Units grouped into blocks of the model: by their names up to the first number, else by the first word.
 
     >>> blocks(["blocks.0.conv", "blocks.0.norm", "blocks.1.conv", "head"])
     [('blocks.0', ['blocks.0.conv', 'blocks.0.norm']), ('blocks.1', ['blocks.1.conv']), ('head', ['head'])]

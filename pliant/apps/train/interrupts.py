@@ -1,4 +1,4 @@
-"""What surrounds a run: the time and energy it spends, Ctrl-C, a disk that fills up, TensorBoard."""
+"""What surrounds a run: its time and energy, Ctrl-C, errors of the disk, TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from pliant.apps.run_folder import Folder, FolderError
-from pliant.apps.train.options import Moment, Watch
+from pliant.apps.train.options import OnStatus, Status
 from pliant.runtime import energy
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, heard between two steps."""
+    """Ctrl-C, handled between two steps."""
 
 
-class Spent:
-    """Seconds and joules of training alone: it stands still while something else is done."""
+class Stopwatch:
+    """Seconds and joules of training alone; `paused` while something else runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,20 +36,20 @@ class Spent:
         return time.perf_counter(), self._meter.joules() if self._meter is not None else 0.0
 
     def add(self, seconds: float, joules: float | None) -> None:
-        """What was spent before, in the run that goes on."""
+        """Count what a resumed run spent before."""
         self._seconds += seconds
         self._joules += joules or 0.0
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
-        self._take()
+    def paused(self) -> Iterator[None]:
+        self._update()
         self._since = None
         try:
             yield
         finally:
             self._since = self._now()
 
-    def _take(self) -> None:
+    def _update(self) -> None:
         if self._since is not None:
             now = self._now()
             self._seconds += now[0] - self._since[0]
@@ -58,30 +58,32 @@ class Spent:
 
     @property
     def seconds(self) -> float:
-        self._take()
+        self._update()
         return self._seconds
 
     @property
     def joules(self) -> float | None:
-        self._take()
+        self._update()
         return self._joules if self._meter is not None else None
 
 
 @contextmanager
-def interrupts(has_trained: Callable[[], bool]) -> Iterator[threading.Event]:
-    """Ctrl-C waits for the step that runs, since half a step is no state to save. A second one does not wait, nor one
-    that comes before there is anything to lose."""
+def delayed_interrupt(has_trained: Callable[[], bool]) -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so that the current step can end before the run stops.
+
+    A second Ctrl-C stops at once, and so does one before the first step, when there is nothing to save.
+    """
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # only there signals are heard
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread only
         yield stop
         return
 
-    def hear(*_: object) -> None:
+    def on_signal(*_: object) -> None:
         if stop.is_set() or not has_trained():
             raise KeyboardInterrupt
         stop.set()
 
-    before = signal.signal(signal.SIGINT, hear)
+    before = signal.signal(signal.SIGINT, on_signal)
     try:
         yield stop
     finally:
@@ -89,21 +91,23 @@ def interrupts(has_trained: Callable[[], bool]) -> Iterator[threading.Event]:
 
 
 @contextmanager
-def told_of_the_disk(place: Folder) -> Iterator[None]:
-    """Files that cannot be written end a run with a line that says what is left."""
+def explain_disk_errors(folder: Folder) -> Iterator[None]:
+    """An error while writing a file ends the run with a message that says what is still there."""
     try:
         yield
-    except (FolderError, BrokenPipeError):  # told already; or nobody reads what is printed
+    except (FolderError, BrokenPipeError):  # the message is clear already; or nobody reads the output
         raise
     except OSError as error:
-        kept = "The last good checkpoint stays: make room, then go on with --resume." if place.state.exists() else ""
-        where = os.fspath(error.filename if error.filename is not None else place.path)
+        kept = (
+            "The last good checkpoint is intact: free some space, then continue with --resume." if folder.state.exists() else ""
+        )
+        where = os.fspath(error.filename if error.filename is not None else folder.path)
         raise FolderError(f"cannot write {where!r}: {error.strerror or error}. {kept}".rstrip()) from error
 
 
 @contextmanager
-def tensorboard(log_to: str | None, place: Folder) -> Iterator[Watch | None]:
-    """A watch that writes for TensorBoard, if that is asked."""
+def tensorboard(log_to: str | None, folder: Folder) -> Iterator[OnStatus | None]:
+    """A listener that writes for TensorBoard, if `log_to` asks for it."""
     if log_to is None:
         yield None
         return
@@ -111,19 +115,19 @@ def tensorboard(log_to: str | None, place: Folder) -> Iterator[Watch | None]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError("TensorBoard is not installed. Run: pip install 'pliant[tensorboard]'", name="tensorboard") from error
-    writer: Any = SummaryWriter(os.fspath(place.path))
+    writer: Any = SummaryWriter(os.fspath(folder.path))
 
-    def watch(moment: Moment) -> None:
-        if moment.loss is not None:
-            writer.add_scalar("loss/train", moment.loss, moment.step)
-        if moment.evaluated:
-            writer.add_scalar("accuracy/validation", moment.accuracy, moment.step)
-        if moment.share is not None:
-            writer.add_scalar("step/share_of_full", moment.share, moment.step)
-        if moment.trained:
-            writer.add_scalar("step/units_trained", sum(moment.trained), moment.step)
+    def write(status: Status) -> None:
+        if status.loss is not None:
+            writer.add_scalar("loss/train", status.loss, status.step)
+        if status.evaluated:
+            writer.add_scalar("accuracy/validation", status.accuracy, status.step)
+        if status.share is not None:
+            writer.add_scalar("step/share_of_full", status.share, status.step)
+        if status.trained:
+            writer.add_scalar("step/units_trained", sum(status.trained), status.step)
 
     try:
-        yield watch
+        yield write
     finally:
         writer.close()

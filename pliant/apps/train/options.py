@@ -1,79 +1,94 @@
-"""What a run is told, how it stands, and what it came to."""
+"""The options of a run, its status while it trains, and its result."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from pliant.apps import run_folder as folder
-from pliant.apps.tasks import TaskError
+from pliant.apps import run_folder
+from pliant.apps.tasks import RECIPES, TaskError
 from pliant.core.types import nearest
 from pliant.engine import modes
 
-_KINDS = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}
-_SAID = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "None": "nothing"}
+_TYPES = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}
+_TYPE_NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "None": "nothing"}
+
+
+def _option(default: Any, help: str, *, least: int | None = None, unset: str = "", may_change: bool = False) -> Any:
+    """A field that is also an option of the command line.
+
+    `least`: the smallest value. `unset`: what the help says of a default that is None or "auto". `may_change`: a resumed run
+    accepts another value than the one it began with.
+    """
+    return field(default=default, metadata={"help": help, "least": least, "unset": unset, "may_change": may_change})
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to train, on what, how, and where to. Every field is an option of `pliant train` of the same name.
+    """What to train, on which data, how, and where the results go. This is the one list of options.
 
-    `time`, `memory` and `macs` are the budget of a step, a share of a full one or an amount with its unit ("12ms", "64MB").
-    `exact` lets nothing hang on the clock once a step has been measured, so that a run with a time budget too ends bit for bit
-    alike, stopped and resumed or not, on a CPU.
+    Every field is an option of `pliant train` with the same name; `pliant compare` and `pliant plan` share some of them.
+    `time`, `memory` and `macs` are the budget of a step: a share of a full step, or an amount with its unit ("12ms", "64MB").
+    With `exact`, no decision depends on the clock after the costs are measured. On a CPU such a run gives the same weights bit
+    for bit, whether it was interrupted or not.
     """
 
-    model: str = "efficientnet_lite0"
-    data: str = "digits"
-    recipe: str = "pliant"
-    time: float | str | None = None
-    memory: float | str | None = None
-    macs: float | str | None = None
-    epochs: int = 3
-    batch: int = 16
-    lr: float = 0.03
-    size: int = 64
-    validation: float = 0.2
-    evaluate_every: int | None = None
-    scratch: bool = False
-    device: str = "auto"
-    engine: str = "auto"
-    exact: bool = False
-    seed: int = 0
-    out: str | None = None
-    resume: bool = False
-    delta: bool = False
-    log_to: str | None = None
-    keep_anyway: bool = False
-    measure_memory: bool = False
+    model: str = _option(
+        "efficientnet_lite0", "efficientnet_lite0, timm:NAME, package.module:factory, or a .safetensors file of an earlier run."
+    )
+    data: str = _option("digits", "A folder with one folder of images per class, a packed .npz set, or digits.")
+    recipe: str = _option("pliant", f"What to train: {', '.join(RECIPES)}. only:GLOB,GLOB trains the layers that match.")
+    time: float | str | None = _option(
+        None, "Time a step may take: a share of a full step, or an amount like 12ms.", unset="0.5 for pliant"
+    )
+    memory: float | str | None = _option(None, "Memory a step may take beyond inference: a share, or an amount like 64MB.")
+    macs: float | str | None = _option(None, "Multiply-accumulates of a step: a share, or an amount like 1.5GMAC.")
+    epochs: int = _option(3, "Passes over the images.", least=1)
+    batch: int = _option(16, "Images per step.", least=1)
+    lr: float = _option(0.03, "Learning rate at the start; it decays to zero along a cosine.")
+    size: int = _option(64, "Pixels per side.", least=8)
+    validation: float = _option(0.2, "Share of each class to validate on, if the data has no validation images.")
+    evaluate_every: int | None = _option(None, "Steps between evaluations.", least=1, unset="an epoch")
+    scratch: bool = _option(False, "Start from random weights.")
+    device: str = _option("auto", "cpu, cuda, cuda:1 …", unset="cuda if there is one", may_change=True)
+    engine: str = _option("auto", "auto, plain, or a combination of lean, prefix and graphs, like lean+prefix.")
+    exact: bool = _option(False, "After the costs are measured, no decision depends on the clock, even with a time budget.")
+    seed: int = _option(0, "Random seed of the split, of new weights and of the order of images.")
+    out: str | None = _option(None, "Folder of the run.", unset="a new one in runs/", may_change=True)
+    resume: bool = _option(False, "Continue the run in --out, with its options.", may_change=True)
+    delta: bool = _option(False, "Write only the weights that changed.")
+    log_to: str | None = _option(None, "Also write a log for: tensorboard.", may_change=True)
+    keep_anyway: bool = _option(False, "Keep the last weights even if the start was better.", may_change=True)
+    measure_memory: bool = _option(False, "Measure the peak memory of a step at the end.", may_change=True)
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # a file of options may hold anything
-            given, allowed = getattr(self, field.name), str(field.type).split(" | ")
-            if not any(type(given) in _KINDS[kind] for kind in allowed):
-                raise TaskError(f"{field.name}={given!r} should be {' or '.join(_SAID[kind] for kind in allowed)}.")
-        for name, least in (("epochs", 1), ("batch", 1), ("size", 8), ("evaluate_every", 1)):
-            given = getattr(self, name)
-            if given is not None and given < least:
-                raise TaskError(f"{name}={given!r}: give {least} or more.")
+        for each in fields(self):  # a file of options may hold anything
+            given, allowed = getattr(self, each.name), str(each.type).split(" | ")
+            if not any(type(given) in _TYPES[name] for name in allowed):
+                raise TaskError(f"{each.name}={given!r} should be {' or '.join(_TYPE_NAMES[name] for name in allowed)}.")
+            least = each.metadata["least"]
+            if least is not None and given is not None and given < least:
+                raise TaskError(f"{each.name}={given!r}: give {least} or more.")
         try:
             modes.parse(self.engine)
         except ValueError as error:
             raise TaskError(str(error)) from error
         if not 0 < self.validation < 0.5:
-            raise TaskError(f"validation={self.validation!r}: the share of each class to validate with, above 0 and below 0.5.")
+            raise TaskError(
+                f"validation={self.validation!r}: give the share of each class to validate on, above 0 and below 0.5."
+            )
         if not 0 < self.lr < math.inf:
-            raise TaskError(f"lr={self.lr!r}: the learning rate is a number above 0.")
+            raise TaskError(f"lr={self.lr!r}: the learning rate must be a number above 0.")
         if self.log_to not in (None, "tensorboard"):
-            raise TaskError(f"log_to={self.log_to!r}: beside its own log, a run can write for 'tensorboard' only.")
+            raise TaskError(f"log_to={self.log_to!r}: besides its own log, a run can only write one for 'tensorboard'.")
 
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str) -> Options:
-        """Options by name, of a file or a run; a name that is none is an error that says `where`."""
-        known = [field.name for field in fields(cls)]
+        """Options by name; the error about an unknown name says `where` it was given."""
+        known = [each.name for each in fields(cls)]
         for name in given:
             if name not in known:
                 raise TaskError(f"{where} has no option {name!r} to set.{nearest(name, known)}")
@@ -81,13 +96,13 @@ class Options:
 
     @classmethod
     def of_run(cls, out: str | os.PathLike[str]) -> Options:
-        """Those that the run in this folder was begun with, to go on with it."""
-        return cls.of({**folder.options_of(out), "out": os.fspath(out), "resume": True}, f"the run in {os.fspath(out)!r}")
+        """The options that the run in this folder began with, to resume it."""
+        return cls.of({**run_folder.options_of(out), "out": os.fspath(out), "resume": True}, f"the run in {os.fspath(out)!r}")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good a model was on the validation split, and how long it had trained, evaluating and saving not counted."""
+    """Accuracy and loss on the validation split after `seconds` of training, without the time to evaluate and save."""
 
     step: int
     accuracy: float
@@ -97,11 +112,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
-    `evaluations` begin with that of the start. Seconds are by the clock on the wall, measuring and choosing included,
-    evaluating and saving not; a step's are a mean by the device's clock. `rounds` hold asked, predicted and measured of
-    each selection. `memory_bytes` is the peak of a step beyond inference, if measured; `joules` are a meter's, if there is one.
+    The first of the `evaluations` is the one before training. `seconds` is wall time: it includes measuring and choosing, but
+    not evaluating and saving. `seconds_per_step` is a mean by the device's clock. `rounds` hold what was asked, predicted and
+    measured for each selection. `memory_bytes` is the peak of a step beyond inference, if it was measured; `joules` need an
+    energy meter.
     """
 
     out: str
@@ -119,7 +135,7 @@ class Result:
     engine: str
 
     def to_json(self) -> dict[str, Any]:
-        """In plain types; a loss that is no number is null, as JSON has none."""
+        """As plain types. A loss that is not finite becomes null, because JSON has no such number."""
         out = asdict(self)
         for one in (*out["evaluations"], out["best"]):
             one["loss"] = one["loss"] if math.isfinite(one["loss"]) else None
@@ -127,8 +143,8 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """How a run stands: what a display needs. `trained` has an entry for each unit, input to output; `news` is worth a line."""
+class Status:
+    """What a display needs to show a run. `trained` has one entry per unit, input to output; `news` deserves its own line."""
 
     step: int
     steps: int
@@ -145,4 +161,4 @@ class Moment:
     news: str = ""
 
 
-Watch = Callable[[Moment], None]
+OnStatus = Callable[[Status], None]
