@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pliant.core.types import Part
 from pliant.engine.derived_weights import AllDerived, Derived
+from pliant.engine.lean import frozen_batchnorm
 from pliant.engine.lean.frozen_batchnorm import fused_norm
 from pliant.engine.lean.lean import Lean
-from pliant.engine.prefix import replay as follow
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import Prefix
 from pliant.engine.prefix.prefix_plan import _folded, _laid_out, _without_tensors
@@ -820,7 +820,7 @@ def test_a_norm_and_the_clipping_after_it_in_one_kernel_give_what_the_model_give
 ) -> None:
     """Also after its statistics, its scale and its weights have changed."""
     kernels = Emulated()
-    monkeypatch.setattr(follow, "norm_kernels", lambda kind: kernels)
+    monkeypatch.setattr(frozen_batchnorm, "norm_kernels", lambda kind: kernels)
     model, batch = deep(3, activation, bias), torch.randn(4, 3, 6, 6)
 
     def forward() -> torch.Tensor:
@@ -864,7 +864,7 @@ def test_norms_at_rest_between_what_is_chosen_run_in_one_kernel(
 ) -> None:
     """With the clipping after them where that is in place: then nobody can see what it is before. Also after a change."""
     kernels = Emulated()
-    monkeypatch.setattr(follow, "norm_kernels", lambda kind: kernels)
+    monkeypatch.setattr(frozen_batchnorm, "norm_kernels", lambda kind: kernels)
     model, batch = holed(activation), torch.randn(SAMPLES, 3, 6, 6)
     prefix = Prefix(model, Features("1MB") if cached else None)
     ids = range(SAMPLES) if cached else None
@@ -888,7 +888,7 @@ def test_norms_at_rest_between_what_is_chosen_run_in_one_kernel(
 
 def test_a_norm_at_rest_is_left_to_pytorch_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = Emulated()
-    monkeypatch.setattr(follow, "norm_kernels", lambda kind: kernels)
+    monkeypatch.setattr(frozen_batchnorm, "norm_kernels", lambda kind: kernels)
     model, batch = holed(), torch.randn(4, 3, 6, 6)
     model[7].weight.requires_grad_(True)
     prefix = Prefix(model)
@@ -933,7 +933,7 @@ def same_behind(model: nn.Module, batch: torch.Tensor, prefix: Prefix, steps: in
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     out = Emulated()
-    monkeypatch.setattr(follow, "norm_kernels", lambda kind: out)
+    monkeypatch.setattr(frozen_batchnorm, "norm_kernels", lambda kind: out)
     return out
 
 
@@ -1048,7 +1048,7 @@ def test_an_interrupt_where_a_clipping_is_due_is_not_lost(kernels: Emulated) -> 
 def test_what_comes_behind_the_part_may_change_though_a_clipping_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other functions than those that were recorded: the pass goes on plainly, and so do those after it."""
     kernels = Emulated()
-    monkeypatch.setattr(follow, "norm_kernels", lambda kind: kernels)
+    monkeypatch.setattr(frozen_batchnorm, "norm_kernels", lambda kind: kernels)
     torch.manual_seed(0)
     layers, batch = holed(), torch.randn(4, 3, 6, 6)
     skipped: set[int] = set()
@@ -1134,7 +1134,7 @@ def test_a_norm_behind_an_unbatched_convolution_is_not_folded() -> None:
 def test_on_cuda_a_norm_and_the_clipping_after_it_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eagerly and captured, it gives what the model gives."""
     pytest.importorskip("triton")
-    kernels, calls = follow.norm_kernels("cuda"), []
+    kernels, calls = frozen_batchnorm.norm_kernels("cuda"), []
     assert kernels is not None
     norm_ = kernels.norm_
     monkeypatch.setattr(kernels, "norm_", lambda *given: calls.append(given[3]) or norm_(*given))
@@ -1166,7 +1166,7 @@ def test_on_cuda_norms_at_rest_between_what_is_chosen_are_one_kernel_there_and_o
     activation: Any, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    kernels, calls = follow.norm_kernels("cuda"), []
+    kernels, calls = frozen_batchnorm.norm_kernels("cuda"), []
     assert kernels is not None
     norm = kernels.norm
     monkeypatch.setattr(kernels, "norm", lambda *given: calls.append(given[3]) or norm(*given))
