@@ -191,6 +191,27 @@ def test_checkpointed_parts_are_read_like_the_rest() -> None:
     assert max(again.inference) == 6 * 6 * 4, "the middle's output; PyTorch stops before it computes gelu's"
 
 
+class Beside(nn.Module):
+    """A checkpoint whose last operation saves its output, and a tensor that is read right after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.side, self.middle, self.head = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side, x = self.side(x), self.stem(x)
+        return self.head(checkpoint(lambda t: self.middle(t).exp(), x, use_reentrant=False) + side)
+
+
+def test_a_checkpoint_saves_its_own_inputs_alone() -> None:
+    torch.manual_seed(0)
+    graph = read(Beside(), lambda model, batch: model(batch).mean(), torch.randn(6, 6))
+    (exp,), by_param = at(graph, "Exp"), {node.params[-1]: node for node in at(graph, "Addmm")}
+    assert [save[1] for save in exp.saves] == [6 * 6 * 4]
+    assert not by_param["stem.weight"].saves and not by_param["side.weight"].saves, "which read the batch alone"
+    assert {save[0] for save in by_param["middle.weight"].saves} == {save[0] for save in exp.saves}
+
+
 def test_frozen_parts_make_no_node_but_their_work_is_known() -> None:
     graph = graph_of("two_inputs")
     assert [node.module for node in at(graph, "Addmm")] == ["join", "right"]

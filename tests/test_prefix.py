@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pliant.core.types import Part
 from pliant.engine.derived_weights import AllDerived, Derived
+from pliant.engine.lean import frozen_batchnorm
 from pliant.engine.lean.frozen_batchnorm import fused_norm
 from pliant.engine.lean.lean import Lean
-from pliant.engine.prefix import replay as follow
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import Prefix
 from pliant.engine.prefix.prefix_plan import _folded, _laid_out, _without_tensors
@@ -806,7 +806,7 @@ class Emulated:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     out = Emulated()
-    monkeypatch.setattr(follow, "norm_kernels", lambda kind: out)
+    monkeypatch.setattr(frozen_batchnorm, "norm_kernels", lambda kind: out)
     return out
 
 
@@ -1118,7 +1118,7 @@ def test_a_norm_behind_an_unbatched_convolution_is_not_folded() -> None:
 def test_on_cuda_a_norm_and_the_clipping_after_it_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eagerly and captured, it gives what the model gives."""
     pytest.importorskip("triton")
-    kernels, calls = follow.norm_kernels("cuda"), []
+    kernels, calls = frozen_batchnorm.norm_kernels("cuda"), []
     assert kernels is not None
     norm_ = kernels.norm_
     monkeypatch.setattr(kernels, "norm_", lambda *given: calls.append(given[3]) or norm_(*given))
@@ -1150,7 +1150,7 @@ def test_on_cuda_frozen_norms_between_what_is_chosen_are_one_kernel_there_and_on
     activation: Any, half: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    kernels, calls = follow.norm_kernels("cuda"), []
+    kernels, calls = frozen_batchnorm.norm_kernels("cuda"), []
     assert kernels is not None
     norm = kernels.norm
     monkeypatch.setattr(kernels, "norm", lambda *given: calls.append(given[3]) or norm(*given))

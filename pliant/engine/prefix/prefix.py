@@ -24,9 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pliant.engine.derived_weights import Derived
 from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
+from pliant.engine.prefix.inference import KEPT, PrefixInference
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
-from pliant.engine.prefix.replay import KEPT, LEAKS, Diverged, Hit, Miss, autocast
+from pliant.engine.prefix.replay import LEAKS, CacheHit, Diverged, autocast
 from pliant.runtime import batches
 from pliant.runtime.torch_internals import GLOBAL_FORWARD_HOOKS, without_function_modes
 
@@ -195,9 +196,9 @@ class Prefix:
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         drawn = random_state() if found is not None and not captures else None
         if found is not None:
-            mode: Hit | Miss = Hit(plan, batch, self._weights, found, fuse_norms)
+            mode: CacheHit | PrefixInference = CacheHit(plan, batch, self._weights, found, fuse_norms)
         else:
-            mode = Miss(plan, batch, self._weights, ids is not None, fuse_norms)
+            mode = PrefixInference(plan, batch, self._weights, ids is not None, fuse_norms)
         try:
             failed = True
             try:
@@ -218,7 +219,7 @@ class Prefix:
             out = forward()
         if mode.diverged is None:
             self._replayed += 1
-            if isinstance(mode, Miss) and ids is not None and self.features is not None:
+            if isinstance(mode, PrefixInference) and ids is not None and self.features is not None:
                 with without_function_modes():
                     if mode.is_whole():
                         self.features.put(ids, tuple(mode.outputs[number][0].detach() for number in plan.frontier))
