@@ -14,6 +14,7 @@ import torch
 from command import python_path, run, text
 from hypothesis import given
 from hypothesis import strategies as st
+from instances import laws
 
 from pliant import PliantError
 from pliant.apps import compare
@@ -100,6 +101,7 @@ def test_without_full_there_is_no_reference() -> None:
     assert found.reference is None and found.lines[0].to_reference is None
 
 
+@laws(60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
 def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
     best = front([(float(cost), float(gain)) for cost, gain in points])
