@@ -317,6 +317,12 @@ def test_the_first_window_counts_in_full_where_nothing_was_known() -> None:
     assert energy.Power().update(lambda: 5.0, 5.0, 5.0) is None
 
 
+def test_what_is_drawn_between_steps_counts_as_theirs() -> None:
+    clock = Clock()
+    watts = fed(energy.Power(100.0), clock, clock.meter(300.0), steps=4000, seconds=0.02, pause=0.002)
+    assert watts == pytest.approx(330.0, rel=0.001)
+
+
 def test_windows_that_steps_do_not_fill_are_left_out() -> None:
     clock = Clock()
     assert fed(energy.Power(100.0), clock, clock.meter(300.0), steps=2000, seconds=0.02, pause=0.02) == 100.0
@@ -337,7 +343,7 @@ def test_an_evaluation_does_not_spoil_the_windows_after_it() -> None:
     clock.now += 60.0
     assert power.update(meter.joules, 0.5, 60.0) == 100.0
     clock.now += 2.0
-    assert power.update(meter.joules, 2.5, 62.0) == pytest.approx(150.0)
+    assert power.update(meter.joules, 2.5, 62.0) == pytest.approx(200.0)
 
 
 def test_a_meter_that_stands_still_changes_nothing() -> None:

@@ -14,7 +14,7 @@ import torch
 from pliant.core.errors import PliantError
 
 _WINDOW_SECONDS = 2.0  # of steps: a counter that moves every 0.1 s is then read to 5 %
-_WEIGHT = 0.25  # of the newest window in the smoothed power
+_WEIGHT = 0.5  # of the newest window in the smoothed power
 _BUSY = 0.8  # share of a window that steps must fill, or the window says little about steps
 _BY_DEVICE = {"cuda": ("GPU", "SoC"), "cpu": ("CPU", "SoC"), "mps": ("SoC",)}  # in which order sources are tried
 _ON_SOC = {"cuda": ("total_energy_mj",), "cpu": ("total_energy_mj", "cpu_total_mj"), "mps": ("gpu_mj",)}
@@ -74,13 +74,14 @@ def recorded(readings: Iterable[float], name: str = "a recorded meter") -> Count
 
 
 class Power:
-    """Watts of training, smoothed: joules per second that passed, over windows of two seconds of steps.
+    """Watts of training, smoothed: joules per second of steps, over windows of two seconds.
 
-    Windows that steps do not fill (evaluation, slow data loading) are left out, and those in which the meter did not move.
+    What is drawn between two steps counts as the steps' own. Windows that steps do not fill (evaluation, slow data loading) are
+    left out, and so are those in which the meter did not move.
 
     >>> power = Power(100.0)
     >>> [power.update(lambda: joules, seconds=t, elapsed=t) for joules, t in [(0.0, 0.0), (400.0, 2.0), (500.0, 2.5)]]
-    [100.0, 125.0, 125.0]
+    [100.0, 150.0, 150.0]
     """
 
     def __init__(self, watts: float | None = None) -> None:
@@ -98,7 +99,7 @@ class Power:
         joules = read()
         self._since = joules, seconds, elapsed
         if before is not None and joules > before[0] and busy >= _BUSY * passed:
-            watts = (joules - before[0]) / passed
+            watts = (joules - before[0]) / busy
             self.watts = watts if self.watts is None else self.watts + _WEIGHT * (watts - self.watts)
         return self.watts
 
