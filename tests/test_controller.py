@@ -19,7 +19,7 @@ from oracle import Device, differences, snapshot, steady
 from torch import nn
 from zoo import sgd
 
-from pliant import Budget, BudgetError, Policy, Profile, Session, recipes, schedule, score, solve, units, within
+from pliant import Budget, BudgetError, Policy, Profile, Session, energy, recipes, schedule, score, solve, units, within
 from pliant.core.types import Selection
 from pliant.session.feedback import DWELL
 
@@ -382,6 +382,39 @@ def test_a_limit_for_a_run_of_unknown_length_is_refused() -> None:
         opened(Device(), last(within("2min")), model) as session,
         pytest.raises(ValueError, match=r"within\('2min'\).*total_steps"),
     ):
+        train(session, 1)
+    assert differences(before, snapshot(model)) == []
+
+
+# ---------------------------------------------------------------- joules
+
+
+@pytest.mark.parametrize("limit", ["600J", 0.5])
+def test_steps_keep_a_limit_on_joules(limit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full steps draw 100 W, and partial steps 150 W."""
+    device, watts = Device(), 150.0
+    meter = energy.CounterMeter("simulated", lambda: watts * device.now * 1e6)
+    monkeypatch.setattr(energy, "required", lambda _: meter)
+    monkeypatch.setattr("pliant.session.loop.power", lambda *what, **how: 100.0 * 1e6)
+    policy = replace(last(1.0), budget=Budget(energy=limit))
+    with opened(device, policy) as session:
+        train(session, 60)
+        device.now += 100.0  # a window of the meter is over
+        train(session, 200)
+        asked = 600.0 if isinstance(limit, str) else limit * full_seconds() * 100.0 * 1e6
+        assert session.selection.cost.joules is not None
+        assert session.selection.cost.joules <= 1.001 * asked
+
+
+def test_without_a_meter_a_limit_on_joules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(device: Any) -> energy.Meter:
+        raise energy.MeterError("there is no energy meter here.")
+
+    monkeypatch.setattr(energy, "required", missing)
+    model = make()
+    before = snapshot(model)
+    policy = replace(last(1.0), budget=Budget(energy=0.5))
+    with opened(Device(), policy, model) as session, pytest.raises(energy.MeterError, match="no energy meter"):
         train(session, 1)
     assert differences(before, snapshot(model)) == []
 

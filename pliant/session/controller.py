@@ -99,10 +99,11 @@ class Controller:
         return leaving_room(budget, self.prices(mode)) if mode.graphs and budget.memory is not None else budget
 
     def asked_seconds(self, now: Progress) -> float | None:
-        """The time limit of a step as it is now."""
-        if self.profile is None or self.policy.budget.time is None:
+        """The time limit of a step as it is now; a limit on joules is one too, at the measured power."""
+        budget = self.policy.budget
+        if self.profile is None or (budget.time is None and budget.energy is None):
             return None
-        return self.policy.budget.limits(self.profile.full, now).get("seconds")
+        return self.profile.seconds_within(budget.limits(self.profile.full, now))
 
     def _asked_bytes(self, now: Progress, mode: Mode) -> float | None:
         """The memory limit of a step as it is now."""
@@ -230,7 +231,7 @@ class Controller:
     def _is_share(self, now: Progress) -> bool:
         """Whether the time that is asked for is a share of a full step."""
         given = self.policy.budget.time
-        return not isinstance(given(now) if callable(given) else given, str)
+        return given is not None and not isinstance(given(now) if callable(given) else given, str)
 
     def correction(
         self, now: Progress, mode: Mode, change_seconds: float, measure_full: Callable[[], float]

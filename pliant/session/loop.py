@@ -15,12 +15,12 @@ from pliant import signals
 from pliant.core.budget import Budget, Progress
 from pliant.core.errors import ProbeError
 from pliant.core.types import Selection, Unit
-from pliant.cost.measure import full_step_seconds, inference_bytes
+from pliant.cost.measure import full_step_seconds, inference_bytes, power
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine, around_forward
 from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
-from pliant.runtime import batches
+from pliant.runtime import batches, energy
 from pliant.runtime.batches import Around, Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
@@ -66,6 +66,8 @@ class Loop:
         self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
         self._elements = 0  # of the batch whose step is measured
         self._change_seconds = 0.0  # what the last change of the selection took
+        self._meter: energy.Meter | None = None  # where joules are limited
+        self._power = energy.Power()
 
     # ------------------------------------------------------------ where it stands
 
@@ -178,10 +180,24 @@ class Loop:
     def _measure(self, batch: Any, around: Around) -> None:
         """Costs and units, on the first batch."""
         with self.time.not_training("profiling"):
+            if self.budget.energy is not None:
+                energy.required(self._device)  # or an error, before anything is measured
             what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
             self.controller.measure(*what, around)
+            self._open_meter(batch, around)
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
+
+    def _open_meter(self, batch: Any = None, around: Around = nullcontext) -> None:
+        """Where joules are limited: open the meter, and measure the power of full steps unless the profile knows it."""
+        profile = self.controller.profile
+        if self.budget.energy is None or profile is None:
+            return
+        self._meter = energy.required(self._device)
+        if profile.watts is None:
+            what = self.model, self.engine.optimizer, self.loss, batch, self._meter
+            profile = self.controller.profile = profile.with_watts(power(*what, update=self.update, around=around))
+        self._power = energy.Power(profile.watts)
 
     def _settle_norms(self, batch: Any) -> float | None:
         """Decide which statistics norms use; returns the values per channel where that are too few for batch statistics."""
@@ -202,6 +218,12 @@ class Loop:
     def read_steps(self) -> None:
         """Let the closed loop see what the last steps took."""
         self.controller.see(self.laps.read(), self.progress)
+        profile = self.controller.profile
+        if self._meter is not None and profile is not None:
+            seconds = sum(round.seconds for round in self.controller.feedback.rounds)
+            watts = self._power.update(self._meter.joules, seconds, self.time.elapsed)
+            if watts is not None and watts != profile.watts:
+                self.controller.profile = profile.with_watts(watts)
 
     def _measure_full(self, batch: Any) -> float:
         self.norms.release_()
@@ -372,6 +394,7 @@ class Loop:
         self.norms.load(state["norms"])
         self.engine.forget()
         self.settle(self.budget)
+        self._open_meter()
         self.laps.load(state["unread"])
         if self.undo is not None and state["undo"] is not None:
             self.undo.load(state["undo"])
