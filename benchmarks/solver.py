@@ -1,4 +1,4 @@
-"""How fast the solvers are and how good their answers: `knapsack` against `milp` and an upper bound, `spread` against the bound
+"""How fast the solvers are and how good their answers: `knapsack` against `milp` and an upper bound, `coverage` against the bound
 of a mixed-integer program.
 
     python benchmarks/solver.py           # some four minutes on one CPU thread
@@ -28,14 +28,14 @@ from typing import Any
 
 import numpy as np
 import record
-from pliant.solve import Problem, Solver, knapsack, milp, spread
+from pliant.solve import Problem, Solver, coverage, knapsack, milp
 from scipy.optimize import Bounds, LinearConstraint
 from scipy.optimize import milp as program
 from scipy.sparse import coo_array, csr_array, hstack, vstack
 
 SECONDS, SHARE = 0.020, 0.992  # the acceptance bounds
 SHARES = (0.1, 0.3, 0.5, 0.8)  # of the cost of everything
-ALIKE = 0.8  # the default of `spread`
+ALIKE = 0.8  # the default of `coverage`
 
 
 # ---------------------------------------------------------------- instances
@@ -206,20 +206,20 @@ def graphs(quick: bool) -> Iterator[dict[str, Any]]:
             }
 
 
-def spreads(quick: bool) -> Iterator[dict[str, Any]]:
-    """How long `spread` takes as problems grow, and on small ones how near it is to an upper bound."""
+def coverages(quick: bool) -> Iterator[dict[str, Any]]:
+    """How long `coverage` takes as problems grow, and on small ones how near it is to an upper bound."""
     for make in (residual,) if quick else (even, residual, two_budgets):
         for units in (50,) if quick else (50, 100, 200, 400):
             for seed, share, problem in instances(make, units, 1 if quick else 2, SHARES[1:3]):
-                problem = replace(problem, values=problem.values**0.25)  # as `tempered` passes them on
                 start = time.thread_time()
-                chosen = spread(ALIKE)(problem)
+                chosen = coverage(ALIKE)(problem)
                 seconds = time.thread_time() - start
                 if not problem.fits(chosen):
                     raise SystemExit("a selection is over its limit")
+                problem = replace(problem, values=problem.values**0.25)  # as `coverage` counts them
                 counts = counted(problem)
                 cell = {
-                    "part": "spread",
+                    "part": "coverage",
                     "kind": make.__name__,
                     "units": units,
                     "seed": seed,
@@ -227,7 +227,7 @@ def spreads(quick: bool) -> Iterator[dict[str, Any]]:
                     "seconds": seconds,
                 }
                 if units == 50:
-                    cell["of_bound"] = float(counts[:, chosen].max(axis=1).sum()) / spread_bound(problem, counts)
+                    cell["of_bound"] = float(counts[:, chosen].max(axis=1).sum()) / coverage_bound(problem, counts)
                 yield cell
 
 
@@ -237,8 +237,8 @@ def counted(problem: Problem) -> np.ndarray:
     return np.minimum(problem.values[:, None], problem.values) * ALIKE ** np.abs(place[:, None] - place)
 
 
-def spread_bound(problem: Problem, counts: np.ndarray) -> float:
-    """An upper bound for `spread`: units x, charges y ≥ x, and z ≤ x, which assigns one chosen unit to each unit."""
+def coverage_bound(problem: Problem, counts: np.ndarray) -> float:
+    """An upper bound for `coverage`: units x, charges y ≥ x, and z ≤ x, which assigns one chosen unit to each unit."""
     n, m = len(problem.names), len(problem.needed)
     of, by = (one.ravel() for one in np.indices((n, n)))
     pairs, k = n * n, np.arange(n * n)
@@ -311,12 +311,12 @@ def table(cells: list[dict[str, Any]]) -> str:
         lines.append(f"| {kind} | {units} | {budget} | {ms(group)} | {share(group, 'of_milp')} | {ms(group, 'milp_seconds')} |")
     lines += [
         "",
-        f"`spread({ALIKE})` of fourth roots of values",
+        f"`coverage({ALIKE})`",
         "",
         "| instances | units | ms | value / bound |",
         "|---|---|---|---|",
     ]
-    for (kind, units), group in grouped(cells, "spread", "kind", "units"):
+    for (kind, units), group in grouped(cells, "coverage", "kind", "units"):
         near = share(group, "of_bound") if "of_bound" in group[0] else ""
         lines.append(f"| {kind} | {units} | {ms(group)} | {near} |")
     return "\n".join(lines) + "\n"
@@ -341,7 +341,7 @@ def main() -> int:
     out = record.out(args, "solver")
     setting = {"bins": 10_000, "budgets": list(SHARES), "quick": args.quick}
     cells: list[dict[str, Any]] = []
-    for part in (long_chains, programs, graphs, spreads):
+    for part in (long_chains, programs, graphs, coverages):
         for cell in part(args.quick):
             cells.append(cell)
             print({key: f"{v:.4g}" if isinstance(v, float) else v for key, v in cell.items()}, flush=True)

@@ -13,8 +13,8 @@ Options after a comma change one thing, for ablations:
     units tensors      other units                       memory 200MB     a memory limit beside the time
     signal fisher      another signal                    every 100        re-select every so many steps
     cost counted       prices in MACs instead of seconds state drop       drop optimizer state of frozen layers
-    solver greedy      another solver; `dense`: values   power 1          exponent of values (`solve.tempered`)
-                       that add up, for any batch norms  alike 0.5        similarity of neighbours (`solve.spread`)
+    solver greedy      another solver; `dense`: values   power 1          exponent of values (`solve.coverage`)
+                       that add up, for any batch norms  alike 0.5        discount of neighbours (`solve.coverage`)
     engine plain       another engine                    norm frozen      another rule for batch norms
     epochs 6           a shorter run                     cache 4          four fixed views per image, and a feature cache
     ramp 0.8-0.2       the share falls from the first    wide 0.4         everything for the first 0.4 of the run, then the
@@ -55,8 +55,8 @@ CHANGES: dict[str, Change] = {
     "every": lambda policy, word: replace(policy, when=schedule.every(steps=int(word))),
     "state": lambda policy, word: replace(policy, state=word),
     "memory": lambda policy, word: replace(policy, budget=replace(policy.budget, memory=amount(word))),
-    "power": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(_choose(), float(word)))),
-    "alike": lambda policy, word: replace(policy, solver=solve.filled(solve.tempered(solve.spread(float(word))))),
+    "power": lambda policy, word: replace(policy, solver=solve.coverage(power=float(word))),
+    "alike": lambda policy, word: replace(policy, solver=solve.coverage(float(word))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
     "wide": lambda policy, word: _wide(policy, float(word)),
 }
@@ -165,11 +165,7 @@ def _wide(policy: Policy, until: float) -> Policy:
 
 
 def _solver(word: str) -> solve.Solver:
-    return solve.filled(solve.tempered(solve.milp(gap=1e-4))) if word == "dense" else getattr(solve, word)()
-
-
-def _choose() -> solve.Solver:
-    return solve.where_norms_rest(solve.spread(), otherwise=solve.milp(gap=1e-4))
+    return solve.coverage(0.0) if word == "dense" else getattr(solve, word)()
 
 
 def _priced(policy: Policy, word: str) -> Policy:
