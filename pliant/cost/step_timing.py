@@ -268,7 +268,7 @@ def _rescaled(graph: Graph, times: Times, scales: Array) -> Times:
     forward, inputs, params, update, norms, unseen = (float(scale) for scale in scales)
     by_node = np.array([norms if node.is_norm else params for node in graph.nodes])
     return Times(
-        times.inputs * inputs + (times.everything - times.inputs) * by_node,
+        np.maximum(times.inputs * inputs + (times.everything - times.inputs) * by_node, 0.0),  # noise may make it negative
         times.inputs * inputs,
         {(i, name): float(seconds * by_node[i]) for (i, name), seconds in times.alone.items()},  # plain types: these are saved
         {i: seconds * norms for i, seconds in times.norms.items()},
