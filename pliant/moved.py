@@ -46,4 +46,4 @@ class _Finder(MetaPathFinder, Loader):
 def also_under_their_old_names() -> None:
     """From now on `import pliant.score` and `from pliant import report` find the room that the module lives in."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())  # before a folder that an older version left behind is taken for a package

@@ -125,15 +125,12 @@ def test_other_prices_forget_the_ratio() -> None:
     assert (seen.ratio, seen.recent, seen.rounds[-1].predicted) == (1.0, None, 1.0)
 
 
-def test_bytes_are_planned_for_by_the_largest_ratio_that_was_measured() -> None:
+def test_bytes_of_a_selection_are_measured_once_and_again_for_a_larger_batch() -> None:
     seen = feedback(asked_bytes=1200.0)
     assert seen.wants_bytes(8)
     seen.see_bytes(1500, 8)
     assert not seen.wants_bytes(8) and seen.wants_bytes(9)
     assert seen.is_over(1200.0) and seen.bytes_within(1200.0) == 800.0
-    seen.begin(Round(0, 1, ASKED, 2.0, FULL, asked_bytes=1200.0, predicted_bytes=800))
-    seen.see_bytes(900, 8)
-    assert not seen.is_over(1200.0) and seen.bytes_within(1200.0) == 800.0
     seen.forget(bytes=True)
     assert seen.bytes_within(1200.0) == 1200.0
 

@@ -1154,7 +1154,7 @@ def test_on_cuda_frozen_norms_between_what_is_chosen_are_one_kernel_there_and_on
     assert kernels is not None
     norm = kernels.norm
     monkeypatch.setattr(kernels, "norm", lambda *given: calls.append(given[3]) or norm(*given))
-    model = holed(activation).cuda().to(memory_format=torch.channels_last)
+    model = holed(activation).float().cuda().to(memory_format=torch.channels_last)
     batch = torch.randn(4, 3, 6, 6, device="cuda").contiguous(memory_format=torch.channels_last)
 
     def forward() -> torch.Tensor:

@@ -129,6 +129,7 @@ def test_what_a_resumed_run_did_over_is_told_once(tmp_path: Path) -> None:
         session.step(batch)
         if number == 5:
             session.save(saved)
+    session._loop.log.flush()
     session.close()
     evaluated(log, 8, 0.1)
     with opened(log) as again:

@@ -208,6 +208,7 @@ def test_a_processor_has_a_name(cpuinfo: str | None, model: str, monkeypatch: py
 
     monkeypatch.setattr(device_peaks.Path, "read_text", read)
     monkeypatch.setattr(clock.platform, "machine", lambda: "toy64")
+    monkeypatch.setattr(clock.platform, "processor", lambda: "")
     assert clock.device_name(CPU) == f"cpu: toy64{model}"
 
 

@@ -24,6 +24,7 @@ from pliant.engine.kernels.arm import processor as arm
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
 from pliant.engine.slices.slices import Slices
 from pliant.graph.backward import walk
+from pliant.runtime.optimizer_step import Update
 from tests.zoo import sgd
 
 
@@ -257,7 +258,8 @@ def test_only_models_with_such_convolutions() -> None:
     ("engine", "swaps"), [("plain", False), ("lean", False), ("auto-prefix", False), ("prefix", True), ("auto", True)]
 )
 def test_who_swaps(engine: str, swaps: bool) -> None:
-    found = Engine(inverted(), loss, engine)
+    model = inverted()
+    found = Engine(model, loss, sgd(model), Update(), engine)
     assert (found.around is Swapped) == swaps
     if engine == "prefix":
         with found.forward():
@@ -287,14 +289,14 @@ def test_a_slice_of_a_depthwise_convolution_still_trains() -> None:
     for slow in (False, True):
         with patch.object(arm, "SLOW_HERE", slow):
             model = inverted()
-            engine = Engine(model, loss, "prefix")
+            engine = Engine(model, loss, sgd(model), Update(), "prefix")
             params = dict(model.named_parameters())
             for param in params.values():
                 param.requires_grad_(False)
             engine.slices = Slices(params, [Part("5.weight", 0, (1, 2)), Part("3.weight", 0, (0, 5))])
             for _ in range(2):  # the second pass follows the program of the first
                 engine.zero_grad()
-                engine.take(some(), None, lambda value: (value.backward(), value)[1])
+                engine.run(some(), last=False)
             grads.append(engine.slices.grads())
     assert len(grads[0]) == 2
     for one, other in zip(grads[0].values(), grads[1].values(), strict=True):

@@ -136,7 +136,7 @@ class Engine:
     @property
     def caches(self) -> bool:
         """Whether the results of the prefix are kept by sample, as far as is known."""
-        return self.mode.cached and "cache" not in self._prefix.reasons
+        return self.features is not None and self._asked.may("prefix") and "cache" not in self._prefix.reasons
 
     @property
     def around(self) -> Around:

@@ -176,7 +176,8 @@ class Controller:
         else:
             self._last, self.drift = now, Drift()
         self.selection, self._pending = selection, None
-        asked, predicted, full = selection.asked.get("seconds"), selection.cost.seconds, selection.full.seconds
+        asked = self.profile.seconds_within(selection.asked) if self.profile is not None else None
+        predicted, full = selection.cost.seconds, selection.full.seconds
         begins = Round(selection.round, selection.step, asked, predicted, full)
         begins.asked_bytes, begins.predicted_bytes = selection.asked.get("bytes"), selection.cost.bytes
         self.feedback.begin(begins)
@@ -225,7 +226,7 @@ class Controller:
 
     def see(self, seconds: Sequence[float], now: Progress) -> None:
         """Steps of the selection in force took so long."""
-        owes = not callable(self.policy.budget.time)
+        owes = not (callable(self.policy.budget.time) or callable(self.policy.budget.energy))
         self.feedback.see(seconds, self.asked_seconds(now), share=self._is_share(now), owes=owes)
 
     def _is_share(self, now: Progress) -> bool:
@@ -269,7 +270,8 @@ class Controller:
         seconds, before = measure_full(), self.profile.full
         if seconds <= 0:
             return None
-        self.profile = replace(self.profile, plain=replace(before, seconds=seconds))
+        joules = None if before.joules is None else before.joules * seconds / before.seconds
+        self.profile = replace(self.profile, plain=replace(before, seconds=seconds, joules=joules))
         self.feedback.reassess(self.asked_seconds(now), seconds)
         return f"the full step was measured again: {seconds * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
 

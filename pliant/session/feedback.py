@@ -16,6 +16,7 @@ OVER, UNDER = 0.02, 0.10  # of what is aimed at: the band in which nothing is co
 DWELL = 10  # steps until the first correction of a round; each one doubles it
 PAY_BACK = 50  # steps in which overspent seconds are saved
 LEAST = 0.92  # of what was asked: steps go no lower to save
+FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
 ENOUGH = 5  # steps: fewer say nothing, since the first ones of a selection pay for the change
 
 
@@ -63,7 +64,7 @@ class Feedback:
     """Follows the steps of a run."""
 
     ratio: float = 1.0  # measured over predicted seconds, smoothed
-    bytes_ratio: float = 1.0  # measured over predicted bytes, the largest so far
+    peaks: list[tuple[int, int]] = field(default_factory=list)  # predicted and measured bytes of the last two selections
     recent: float | None = None  # seconds of a step of the selection in force
     overspent: float = 0.0  # seconds beyond what was asked
     waited: int = 0  # steps since the last selection or correction
@@ -149,9 +150,10 @@ class Feedback:
         """The peak of a step of the selection in force, with a batch of so many elements."""
         now = self.rounds[-1]
         now.batch = batch
-        now.measured_bytes = max(measured, now.measured_bytes or 0)
-        if now.predicted_bytes > 0:
-            self.bytes_ratio = max(self.bytes_ratio, measured / now.predicted_bytes)
+        if now.measured_bytes is None or measured > now.measured_bytes:
+            now.measured_bytes = measured
+            earlier = [peak for peak in self.peaks if peak[0] != now.predicted_bytes]
+            self.peaks = [*earlier, (now.predicted_bytes, measured)][-2:]
 
     def is_over(self, asked: float) -> bool:
         """Whether a step of the selection in force took more bytes than this."""
@@ -159,8 +161,15 @@ class Feedback:
         return measured is not None and measured > asked
 
     def bytes_within(self, asked: float) -> float:
-        """The bytes to plan for, so that no more than was asked are measured."""
-        return asked / self.bytes_ratio
+        """The bytes to plan for, so that no more than was asked are measured: on the line through the last two peaks."""
+        predicted, measured = self.peaks[-1] if self.peaks else (0, 0)
+        if measured <= 0:
+            return asked
+        ratio = slope = measured / predicted if predicted > 0 else 1.0
+        if len(self.peaks) == 2:
+            before = self.peaks[0]
+            slope = min(max((before[1] - measured) / (before[0] - predicted), FLATTEST * ratio), ratio)
+        return min(asked, predicted + (asked - measured) / slope)
 
     # ------------------------------------------------------------ the run
 
@@ -168,7 +177,7 @@ class Feedback:
         """Another budget: nothing is owed from the old one. Another way to keep tensors: nothing is known of its `bytes`."""
         self.overspent, self.corrections, self.waited = 0.0, 0, 0
         if bytes:
-            self.bytes_ratio = 1.0
+            self.peaks = []
 
     @property
     def mean(self) -> float | None:
@@ -182,4 +191,5 @@ class Feedback:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Feedback:
         known = {f.name: state[f.name] for f in fields(cls)}
-        return cls(**known | {"rounds": [Round(**saved) for saved in state["rounds"]]})
+        peaks = [(predicted, measured) for predicted, measured in state["peaks"]]
+        return cls(**known | {"rounds": [Round(**saved) for saved in state["rounds"]], "peaks": peaks})
