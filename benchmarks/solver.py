@@ -1,5 +1,5 @@
-"""How fast the solvers are and how good their answers: `knapsack` against `milp` and an upper bound, `coverage` against the bound
-of a mixed-integer program.
+"""How fast the solvers are and how good their answers: `knapsack` against `milp` and an upper bound, `coverage` against the
+bound of a mixed-integer program.
 
     python benchmarks/solver.py           # some four minutes on one CPU thread
     python benchmarks/solver.py --quick   # some twenty seconds: fewer instances, smaller programs
