@@ -194,7 +194,7 @@ def _total(source: Any, *which: int) -> Any:
 
 
 def _call(source: Any, name: str, old_name: str, *given: int) -> Any:
-    """zeus-ml 0.11 names its methods in camelCase; later versions warn about those names."""
+    """Old versions (zeus-ml 0.11) name its methods in camelCase; later versions warn about those names."""
     return getattr(source, name if hasattr(source, name) else old_name)(*given)
 
 
