@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pliant import Cost, Policy, Profile, Session, measure
 from pliant.core.mode import Mode
-from pliant.engine.engine import around_forward
+from pliant.engine.around import around_forward
 from pliant.runtime.clock import Watch
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]

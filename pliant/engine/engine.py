@@ -6,8 +6,8 @@ cache. `cuda_graphs/` launches a whole step at once. `slices/` train channels. P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -18,28 +18,21 @@ from torch import nn
 from pliant.core.budget import Budget
 from pliant.core.mode import Mode
 from pliant.core.types import Part
+from pliant.engine.around import around_forward
 from pliant.engine.cuda_graphs.graphs import Graphs, Work
 from pliant.engine.derived_weights import Derived
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
-from pliant.engine.lean.lean import Lean
 from pliant.engine.modes import parse, pick
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import CachedRows, Prefix
-from pliant.engine.slices.slices import Sliced, Slices, check_elementwise
+from pliant.engine.slices.slices import Slices, check_elementwise
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak, storage
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
-
-
-def around_forward(mode: Mode, slices: Slices | None = None) -> AbstractContextManager[Any]:
-    """The context of a forward pass that keeps for backward what this mode keeps."""
-    if mode.lean:
-        return Lean(slices)
-    return nullcontext() if slices is None else Sliced(slices)
 
 
 class Engine:
@@ -371,8 +364,7 @@ class Engine:
         return self._inside()
 
     def _inside(self) -> AbstractContextManager[Any]:
-        inside = around_forward(self.mode, self.slices)
-        return _swapping(inside) if self._swaps else inside
+        return around_forward(self.mode, self.slices, self._swaps)
 
     def after(self, inside: Any) -> None:
         """Remember what the lean engine could not do."""
@@ -397,12 +389,6 @@ class Engine:
         if self._own_loop is not None:
             self._own_loop.close()
             self._own_loop = None
-
-
-@contextmanager
-def _swapping(inside: AbstractContextManager[Any]) -> Iterator[Any]:
-    with Swapped(), inside as engine:
-        yield engine
 
 
 def _as_plain(functions: set[str]) -> str:

@@ -90,8 +90,8 @@ def device_name(device: torch.device) -> str:
         lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines()]
     except OSError:  # not Linux
         lines = []
-    told = {key.strip(): value.strip() for key, _, value in lines}
-    model = next((told[key] for key in ("model name", "Model", "CPU part") if told.get(key)), platform.processor())
+    found = {key.strip(): value.strip() for key, _, value in lines}
+    model = next((found[key] for key in ("model name", "Model", "CPU part") if found.get(key)), platform.processor())
     return f"cpu: {platform.machine()} {model}".rstrip()
 
 

@@ -6,16 +6,18 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from pliant import __version__
+from pliant.core.types import Selection, Unit
 from pliant.runtime.files import write_aside
 from pliant.runtime.rng import rng_states, set_rng_states
 
+FORMAT = "pliant.session/9"
 _PARTS = ("model", "optimizer", "session", "random")
 
 
@@ -104,3 +106,16 @@ def fill_(
     if scaler is not None and saved["scaler"] is not None:
         scaler.load_state_dict(saved["scaler"])
     set_rng_states(saved["random"])
+
+
+def check_state(state: Mapping[str, Any], policy: str, params: Collection[str]) -> Selection | None:
+    """Refuse a session's state that is of another format, recipe or model; gives the selection that it holds."""
+    if state.get("format") != FORMAT:
+        raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}, expected {FORMAT!r}.")
+    if state["policy"] != policy:
+        raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {policy!r}.")
+    known = {param for unit in state["units"] for param in Unit.from_json(unit).params}
+    missing = sorted(known - set(params))
+    if missing:
+        raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is not trainable here.")
+    return Selection.from_json(state["selection"]) if state["selection"] else None

@@ -17,23 +17,24 @@ from pliant.core.errors import ProbeError
 from pliant.core.types import Selection, Unit
 from pliant.cost.measure import full_step_seconds, inference_bytes, power
 from pliant.cost.profile import Profile
-from pliant.engine.engine import Engine, around_forward
+from pliant.engine.around import around_forward
+from pliant.engine.engine import Engine
 from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
-from pliant.runtime import batches, energy
+from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.trainable import apply_, check_in_groups, found, restore_
+from pliant.session import checkpoint
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
+from pliant.session.energy_use import EnergyUse
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
 from pliant.signals.drift import Drift
-
-_FORMAT = "pliant.session/9"
 
 
 class Loop:
@@ -66,8 +67,7 @@ class Loop:
         self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
         self._elements = 0  # of the batch whose step is measured
         self._change_seconds = 0.0  # what the last change of the selection took
-        self._meter: energy.Meter | None = None  # where joules are limited
-        self._power = energy.Power()
+        self._energy: EnergyUse | None = None  # where joules are limited
 
     # ------------------------------------------------------------ where it stands
 
@@ -105,7 +105,7 @@ class Loop:
     # ------------------------------------------------------------ a step
 
     def step(self, batch: Any, ids: Any) -> torch.Tensor:
-        """One batch of ours. Returns its loss, detached."""
+        """One batch of a step that the session takes. Returns its loss, detached."""
         if self.stepper.begins:
             if not self.engine.is_settled(own_loop=False, has_ids=ids is not None):
                 self.settle(own_loop=False, has_ids=ids is not None)
@@ -180,24 +180,14 @@ class Loop:
     def _measure(self, batch: Any, around: Around) -> None:
         """Costs and units, on the first batch."""
         with self.time.not_training("profiling"):
-            if self.budget.energy is not None:
-                energy.required(self._device)  # or an error, before anything is measured
+            self._energy = EnergyUse(self._device) if self.budget.energy is not None else None
             what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
             self.controller.measure(*what, around)
-            self._open_meter(batch, around)
+            if self._energy is not None and self.controller.profile is not None:
+                watts = partial(power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around)
+                self.controller.profile = self._energy.begin(self.controller.profile, watts)
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
-
-    def _open_meter(self, batch: Any = None, around: Around = nullcontext) -> None:
-        """Where joules are limited: open the meter, and measure the power of full steps unless the profile knows it."""
-        profile = self.controller.profile
-        if self.budget.energy is None or profile is None:
-            return
-        self._meter = energy.required(self._device)
-        if profile.watts is None:
-            what = self.model, self.engine.optimizer, self.loss, batch, self._meter
-            profile = self.controller.profile = profile.with_watts(power(*what, update=self.update, around=around))
-        self._power = energy.Power(profile.watts)
 
     def _settle_norms(self, batch: Any) -> float | None:
         """Decide which statistics norms use; returns the values per channel where that are too few for batch statistics."""
@@ -218,12 +208,9 @@ class Loop:
     def read_steps(self) -> None:
         """Let the closed loop see what the last steps took."""
         self.controller.see(self.laps.read(), self.progress)
-        profile = self.controller.profile
-        if self._meter is not None and profile is not None:
+        if self._energy is not None and self.controller.profile is not None:
             seconds = sum(round.seconds for round in self.controller.feedback.rounds)
-            watts = self._power.update(self._meter.joules, seconds, self.time.elapsed)
-            if watts is not None and watts != profile.watts:
-                self.controller.profile = profile.with_watts(watts)
+            self.controller.profile = self._energy.update(self.controller.profile, seconds, self.time.elapsed)
 
     def _measure_full(self, batch: Any) -> float:
         self.norms.release_()
@@ -373,7 +360,7 @@ class Loop:
         if self.laps.is_running:  # a step that the caller's scaler skipped
             self.record(self.stepper.end())
         return {
-            "format": _FORMAT,
+            "format": checkpoint.FORMAT,
             "step": self.steps,
             "time": self.time.state(),
             "unread": self.laps.peek(),
@@ -394,7 +381,9 @@ class Loop:
         self.norms.load(state["norms"])
         self.engine.forget()
         self.settle(self.budget)
-        self._open_meter()
+        if self.budget.energy is not None and self.controller.profile is not None:
+            self._energy = EnergyUse(self._device)
+            self._energy.begin(self.controller.profile, lambda meter: 1.0)  # its power was saved with it
         self.laps.load(state["unread"])
         if self.undo is not None and state["undo"] is not None:
             self.undo.load(state["undo"])
@@ -408,15 +397,7 @@ class Loop:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit before anything is changed."""
-        if state.get("format") != _FORMAT:
-            raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}, expected {_FORMAT!r}.")
-        if state["policy"] != self.policy.name:
-            raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {self.policy.name!r}.")
-        known = {param for unit in state["units"] for param in Unit.from_json(unit).params}
-        missing = sorted(known - set(self.params))
-        if missing:
-            raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is not trainable here.")
-        if state["selection"]:
-            selection = Selection.from_json(state["selection"])
+        selection = checkpoint.check_state(state, self.policy.name, self.params)
+        if selection is not None:
             check_in_groups(self.params, self.engine.optimizer, selection.params)
             self.engine.check(selection.parts, self.engine.optimizer)

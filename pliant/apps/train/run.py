@@ -23,7 +23,7 @@ from pliant.apps.train.options import Evaluation, OnStatus, Options, Result, Sta
 from pliant.core.budget import Progress
 from pliant.core.mode import Mode
 from pliant.cost import measure
-from pliant.engine.engine import around_forward
+from pliant.engine.around import around_forward
 from pliant.runtime.files import write_aside
 from pliant.session import checkpoint, run_log
 from pliant.session.session import Session

@@ -1,0 +1,28 @@
+"""The context of a forward pass: what it keeps for backward, and which kernels run its convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from pliant.core.mode import Mode
+from pliant.engine.kernels.arm.switch import Swapped
+from pliant.engine.lean.lean import Lean
+from pliant.engine.slices.slices import Sliced, Slices
+
+
+def around_forward(mode: Mode, slices: Slices | None = None, swaps: bool = False) -> AbstractContextManager[Any]:
+    """The context of a forward pass in this mode; with `swaps`, custom kernels replace slow convolutions."""
+    inside: AbstractContextManager[Any] = nullcontext()
+    if mode.lean:
+        inside = Lean(slices)
+    elif slices is not None:
+        inside = Sliced(slices)
+    return _swapping(inside) if swaps else inside
+
+
+@contextmanager
+def _swapping(inside: AbstractContextManager[Any]) -> Iterator[Any]:
+    with Swapped(), inside as engine:
+        yield engine
