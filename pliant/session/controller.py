@@ -264,16 +264,19 @@ class Controller:
         return selection, note if why is None else f"asked {self.feedback.rounds[-1]}: {why}"
 
     def _measure_full_again(self, now: Progress, measure_full: Callable[[], float]) -> str | None:
-        """Where the budget is a share of a full step: what a full step takes now."""
+        """Where the budget is a share of a full step: what a full step takes now. Of two measurements that differ, the one that
+        asks for the smaller change counts: either may have been disturbed."""
         if not self._is_share(now) or self.profile is None or self.policy.budget.memory is not None:
             return None  # with a limit on memory there is no room for a full step
-        seconds, before = measure_full(), self.profile.full
-        if seconds <= 0:
+        measured, before = measure_full(), self.profile.full
+        if measured <= 0:
             return None
+        is_over = (self.feedback.recent or 0.0) > (self.asked_seconds(now) or 0.0)
+        seconds = max(measured, before.seconds) if is_over else min(measured, before.seconds)
         joules = None if before.joules is None else before.joules * seconds / before.seconds
         self.profile = replace(self.profile, plain=replace(before, seconds=seconds, joules=joules))
         self.feedback.reassess(self.asked_seconds(now), seconds)
-        return f"the full step was measured again: {seconds * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
+        return f"the full step was measured again: {measured * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
 
     def _if_new(self, selection: Selection) -> Selection | None:
         """None where this is what trains already; then only its limits change."""
