@@ -44,4 +44,6 @@ def kept(line: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps({f"{r}-{m}": decisions(r, m) for r, m in ROWS}, indent=0, sort_keys=True) + "\n")
+    rows = {f"{recipe}-{model}": decisions(recipe, model) for recipe, model in ROWS}
+    lines = (f"{json.dumps(name)}: {json.dumps(rows[name], sort_keys=True)}" for name in sorted(rows))
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
