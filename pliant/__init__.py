@@ -11,7 +11,7 @@ from pliant.core.types import Cost, Part, Selection, Unit
 from pliant.cost import measure, roofline
 from pliant.cost.profile import Profile
 from pliant.graph import units
-from pliant.moved import also_under_their_old_names
+from pliant.moved import install_short_names
 from pliant.planning import recipes, solve
 from pliant.planning.plan import plan
 from pliant.planning.policy import Policy
@@ -19,7 +19,7 @@ from pliant.runtime import energy
 from pliant.runtime.sample_ids import with_ids
 from pliant.session.session import Session
 
-also_under_their_old_names()
+install_short_names()
 
 __all__ = [
     "Budget",

@@ -38,12 +38,12 @@ class _Finder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It ran under its own name, and keeps it."""
+        """Nothing to run: the module was imported under its real name."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 
 
-def also_under_their_old_names() -> None:
+def install_short_names() -> None:
     """From now on `import pliant.score` and `from pliant import report` find the room that the module lives in."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())  # before a folder that an older version left behind is taken for a package

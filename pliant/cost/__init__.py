@@ -1,0 +1,1 @@
+"""What any selection costs on this device."""

@@ -18,7 +18,7 @@ from pliant.core import text
 from pliant.core.errors import ProfileMismatch
 from pliant.core.mode import Mode
 from pliant.core.types import Cost, Part, Unit
-from pliant.cost import saved
+from pliant.cost import profile_json
 from pliant.cost.charge import SPLIT, Charge, ChargeKind, Piece, pieces_of
 from pliant.cost.table import PriceTable, tabulate
 from pliant.runtime.files import write_aside
@@ -342,11 +342,11 @@ class Profile:
         return text.Table(title, ("", "time", "live at its peak", "compute"), rows).html()
 
     def to_json(self) -> dict[str, Any]:
-        return saved.to_json(self)
+        return profile_json.to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Profile:
-        return cls(**saved.fields_of(data))
+        return cls(**profile_json.fields_of(data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON: aside first, then renamed, so that an interrupted write leaves the old file."""

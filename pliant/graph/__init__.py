@@ -1,0 +1,1 @@
+"""Reads one backward graph and makes units of it."""

@@ -1,0 +1,1 @@
+"""The pure decision: policy, plan, recipes, solvers."""

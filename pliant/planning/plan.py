@@ -1,4 +1,7 @@
-"""The pure decision: units, prices, values and a budget in, a selection out."""
+"""The pure decision: units, prices, values and a budget in, a selection out.
+
+Every limit becomes constraints of the solver's problem (`_rows`); a memory limit becomes one for each moment of a step.
+"""
 
 from __future__ import annotations
 

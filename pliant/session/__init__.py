@@ -1,0 +1,1 @@
+"""The only state: the session, its loop, controller, run log and checkpoints."""

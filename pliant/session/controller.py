@@ -1,7 +1,8 @@
 """`Controller`: decides what trains next and keeps it inside the budget.
 
-It measures once, probes when the schedule asks, plans, and corrects a plan whose steps miss what was asked. It changes nothing:
-the session applies what it decides. How steps run is the engine's matter; every price here is that of the mode it is given.
+It measures once, probes when the schedule asks, plans, and corrects a plan whose steps miss what was asked. The arithmetic of
+corrections (band, dwell time, pay-back) is in `feedback`. It changes nothing: the loop applies what it decides. How steps run is
+the engine's matter; every price here is that of the mode it is given.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class Controller:
     # ------------------------------------------------------------ the closed loop
 
     def see(self, seconds: Sequence[float], now: Progress) -> None:
-        """Steps of the selection in force took so long."""
+        """Take in the measured seconds of the last steps."""
         owes = not (callable(self.policy.budget.time) or callable(self.policy.budget.energy))
         self.feedback.see(seconds, self.asked_seconds(now), share=self._is_share(now), owes=owes)
 
@@ -341,7 +342,7 @@ class Controller:
         self.feedback.forget()
 
     def run_in(self, old: Mode, new: Mode) -> None:
-        """Steps run in another mode from now on; what is chosen stays, at other prices."""
+        """The engine changed its mode: price the selection again."""
         if self.profile is None or self.selection is None:
             return
         cost = self.prices(new).cost(self.selection.units)

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Undo:
-    """The start of a run, as far as it was left."""
+    """Copies of what has changed since the start, so that it can be put back."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model = model

@@ -24,7 +24,8 @@ ENOUGH = 5  # steps: fewer say nothing, since the first ones of a selection pay 
 class Round:
     """How one selection ran: seconds per step that were asked (None: no limit), predicted and measured; and bytes.
 
-    `batch` is the number of elements of the largest batch whose step's bytes were measured.
+    `batch` is the number of elements of the largest batch whose step's bytes were measured. A round that was corrected has
+    several of these, with the same number.
     """
 
     number: int
@@ -74,14 +75,14 @@ class Feedback:
     # ------------------------------------------------------------ seconds
 
     def begin(self, round: Round) -> None:
-        """Another selection is in force."""
+        """Start to follow a new selection."""
         if not self.rounds or round.number != self.rounds[-1].number:
             self.corrections = 0
         self.rounds.append(round)
         self.recent, self.waited = None, 0
 
     def see(self, seconds: Sequence[float], asked: float | None, share: bool = False, owes: bool = True) -> None:
-        """Steps of the selection in force took so long.
+        """Take in the measured seconds of the last steps.
 
         A `share` is one of a full step that nothing disturbs, so all steps count as the quicker ones among them. Where a
         function of progress says what is left, nothing is owed (`owes`).

@@ -38,7 +38,7 @@ from pliant.signals.drift import Drift
 
 
 class Loop:
-    """What a session does between two calls: decide, apply, run, record. Everything that can change hands is an attribute."""
+    """What a session does between two calls: decide, apply, run, record."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Loop:
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
 
     def _settle_norms(self, batch: Any) -> float | None:
-        """Decide which statistics norms use; returns the values per channel where that are too few for batch statistics."""
+        """Decide which statistics norms use; returns the values per channel if they are too few for batch statistics."""
         with self.time.not_training("profiling"):
             if self.controller.profile is not None and "norms" in self.controller.profile.origin:
                 self.norms.settle_as_(self.controller.profile.origin["norms"])

@@ -34,7 +34,7 @@ _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a mod
 
 
 class Session:
-    """Elastic training of a model that stays the user's own.
+    """Trains chosen layers of your model inside a budget. The model is not wrapped.
 
     >>> import torch, torch.nn.functional as F
     >>> from pliant import Session, recipes

@@ -1,0 +1,1 @@
+"""Captures a whole step as one CUDA graph."""

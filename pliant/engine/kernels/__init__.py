@@ -1,0 +1,1 @@
+"""Custom kernels, and what they cost."""

@@ -1,0 +1,1 @@
+"""Saves for backward only what the selection needs."""

@@ -1,0 +1,1 @@
+"""Trains some channels of a layer."""
