@@ -1,8 +1,8 @@
 """`Controller`: decides what trains next and keeps it inside the budget.
 
 It measures once, probes when the schedule asks, plans, and corrects a plan whose steps miss what was asked. The arithmetic of
-corrections (band, dwell time, pay-back) is in `feedback`. It changes nothing: the loop applies what it decides. How steps run is
-the engine's matter; every price here is that of the mode it is given.
+corrections (band, dwell time, pay-back) is in `feedback`. It changes nothing: the loop applies what it decides. How steps run
+is the engine's matter; every price here is that of the mode it is given.
 """
 
 from __future__ import annotations
