@@ -201,7 +201,7 @@ def test_another_selection_must_be_worth_what_it_costs() -> None:
         device = Device(SLOW)
         with opened(device, last("9us"), total_steps=total) as session:
             train(session, 1)
-            session._loop._change_seconds = 5e-6
+            session._loop.change_seconds = 5e-6
             train(session, 11)
             counts.append(len(session.rounds))
     assert counts == [1, 2]
@@ -342,13 +342,30 @@ def test_another_budget_owes_nothing() -> None:
         assert device.now / 200 <= 1.03 * 0.5 * session.profile.full.seconds
 
 
-def test_a_refused_budget_leaves_the_old_one() -> None:
-    with opened(Device(), last(0.5)) as session:
-        chosen = train(session, 3)[-1]
+@pytest.mark.parametrize("refused", [Budget(time=0.01), Budget(memory="1B")])
+def test_a_refused_budget_leaves_the_old_one(refused: Budget) -> None:
+    with opened(Device(SLOW), last(0.85)) as session:
+        chosen = train(session, 15)[-1]
+        session.state_dict()
+        before = [session.engine, session.selection, session.rounds]
         with pytest.raises(BudgetError):
-            session.budget = Budget(time=0.01)
-        assert session.budget == Budget(time=0.5)
+            session.budget = refused
+        feedback = session.state_dict()["feedback"]
+        assert [session.engine, session.selection, session.rounds] == before and feedback["corrections"] == 1
+        assert session.budget == Budget(time=0.85)
         assert train(session, 1)[-1].units == chosen.units
+
+
+def test_a_full_step_is_measured_again_only_with_a_batch_like_the_first(tmp_path: Path) -> None:
+    """A smaller batch, or one of several that make a step, would seem to make a full step cheap."""
+    small = STREAM[0][0][:2], STREAM[0][1][:2]
+    for how, batch in (({}, small), ({"accumulate": 2}, STREAM[0])):
+        device = Device(0.5)
+        with opened(device, last(0.5), log=tmp_path / "log", **how) as session:
+            session.step(STREAM[0])
+            for _ in range(60):
+                session.step(batch)
+        assert not any("measured again" in note for note in notes(tmp_path / "log"))
 
 
 @pytest.mark.parametrize("speed", [FAST, 1.0, SLOW])

@@ -42,6 +42,7 @@ from pliant import (
     solve,
     units,
 )
+from pliant.core.mode import Mode
 from pliant.cost.measure import counted
 from pliant.cost.profile import Charge, ChargeKind
 from pliant.runtime.energy import MeterError
@@ -1357,3 +1358,28 @@ def test_a_selection_says_itself_in_one_line() -> None:
         session.step(data()[0])
         said = str(session.selection)
     assert said.startswith("round 0: 2 of ") and "head.weight" in said and "macs" in said
+
+
+def test_an_error_before_the_step_leaves_no_step_behind() -> None:
+    """The bytes of a step with a larger batch are measured first, by inference; a label out of range is an IndexError there."""
+    model = make()
+    policy = by_gain(schedule.once(), Budget(memory=0.9))
+    images, labels = data()[0]
+    with Session(model, sgd(model), classify, policy) as session:
+        session.step((images, labels))
+        with pytest.raises((IndexError, RuntimeError)):
+            session.step((torch.cat([images, images]), torch.cat([labels, labels + 100])))
+        session.step((images, labels))
+        assert session.progress.step == 2
+
+
+def test_a_cache_that_cannot_serve_is_not_priced() -> None:
+    """Dropout in the prefix: its results differ from pass to pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    batch = data()[0]
+    with Session(model, sgd(model), classify, recipes.only("4.*"), engine="prefix", cache="1MB") as session:
+        for _ in range(3):
+            session.step(batch, ids=range(len(batch[0])))
+        assert "cache" in session.why_not and session.engine == "prefix"
+        assert session.selection.cost.macs == session.profile.on(Mode(prefix=True)).cost(session.selection.units).macs

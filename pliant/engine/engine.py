@@ -30,7 +30,7 @@ from pliant.engine.prefix.prefix import CachedRows, Prefix
 from pliant.engine.slices.slices import Slices, check_elementwise
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
-from pliant.runtime.memory import StepPeak, storage
+from pliant.runtime.memory import StepPeak
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
 
@@ -54,6 +54,7 @@ class Engine:
         self._custom_kernels = not self._cuda and is_slow_here(model)
         self.features = features
         self.slices: Slices | None = None
+        self.units_are_sliced = False  # whether channels may be chosen
         self._chosen: Hashable = None
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_batch_norms(model)
@@ -105,7 +106,7 @@ class Engine:
         mode = pick(
             self._asked,
             cuda=self._cuda,
-            caches=self.features is not None and not self._no_ids,
+            caches=self.caches and not self._no_ids,
             memory_is_limited=self._memory_is_limited,
             captures=has_room and (self._not_captured or self.why_no_capture) is None,
             custom_kernels=self._custom_kernels,
@@ -119,7 +120,13 @@ class Engine:
             return "there is no CUDA device"
         if self._update.scaler is not None:
             return "a GradScaler reads every step's gradients"
-        return "channels are chosen" if self.slices is not None else self._graphs.refusal
+        sliced = self.units_are_sliced or self.slices is not None
+        return "channels are chosen" if sliced else self._graphs.refusal
+
+    @property
+    def could_capture(self) -> bool:
+        """Whether captured steps come into question at all."""
+        return self._cuda and self._asked.may("graphs")
 
     @property
     def seconds_per_capture(self) -> float:
@@ -141,11 +148,13 @@ class Engine:
         """What the engine does not do here, and why."""
         mode, out = self.mode, dict(self._prefix.reasons) if self.mode.prefix else {}
         if self.features is not None and not mode.cached:
-            out["cache"] = "the prefix engine is off"
-            if self._no_ids and self._asked.may("prefix"):
-                out["cache"] = "the batch does not name its samples: give ids, or wrap the dataset in pliant.with_ids"
+            no_ids = "the batch does not name its samples: give ids, or wrap the dataset in pliant.with_ids"
+            off = no_ids if self._no_ids and self._asked.may("prefix") else "the prefix engine is off"
+            out["cache"] = self._prefix.reasons.get("cache", off)
         if self._asked.may("graphs") and (self._cuda or not self._asked.is_auto):
-            why = self._not_captured or self.why_no_capture or (self._graphs.why_not if self._graphs is not None else None)
+            why = (
+                self._graphs.why_not if mode.graphs and self._graphs is not None else self._not_captured or self.why_no_capture
+            )
             if why is None and self._memory_is_limited and not mode.graphs:
                 why = "the limit on memory leaves no room for what a captured step holds"
             if why is not None:
@@ -176,6 +185,7 @@ class Engine:
         """From now on these parts train. Returns the names of the parameters of which only a slice does."""
         parts = tuple(parts)
         self._chosen = frozenset(parts)
+        self._prefix.reasons.pop("cache", None)  # another boundary may be cached
         old, slices = self.slices, Slices(params, parts)
         self.slices = slices if len(slices) else None
         self.settle()
@@ -213,13 +223,6 @@ class Engine:
         """The tensor that collects the gradient of each slice, by the name of its parameter."""
         return self.slices.leaves() if self.slices is not None else {}
 
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state, that of slices included."""
-        held = [*self.optimizer.state.values()]
-        if self.slices is not None:
-            held += [saved["state"] for saved in self.slices.state_dict().values()]
-        return sum(storage(t)[1] for state in held for t in state.values() if isinstance(t, torch.Tensor))
-
     # ------------------------------------------------------------ a step
 
     def zero_grad(self) -> None:
@@ -245,7 +248,7 @@ class Engine:
             return value.detach()
 
         stored = self.features.stored if self.features is not None else 0
-        graphs = self._graphs if self.mode.graphs and peak is None and self.why_no_capture is None else None
+        graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None
         self._is_eager = graphs is None
         ids = ids if self.mode.cached else None
         if graphs is None:
@@ -259,6 +262,8 @@ class Engine:
             value = self._captured(graphs, batch, lambda batch: finish(self._loss_of(batch, None)), (first, last), prepare)
         if graphs is not None and graphs.why_not is not None and not graphs.replays and self._asked.is_auto:
             self._not_captured = graphs.why_not
+            self.settle()
+        elif self.mode.cached and not self.caches:
             self.settle()
         self.fills = self.features is not None and self.features.stored > stored
         return value

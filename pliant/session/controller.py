@@ -149,12 +149,12 @@ class Controller:
             return self._pending
         if self.selection is not None and not self._asks(now):
             return None
-        self._asks_anyway = False
         try:
             self._values = latest(self._values, probe(self._next_round))
         except ProbeError:
             self._last = now
             raise
+        self._asks_anyway = False
         return self._plan(replace(now, round=self._next_round), mode)
 
     @property
@@ -250,7 +250,7 @@ class Controller:
             return self._smaller(now, mode), None
         if self._budget_moved(now, mode):
             return self._if_new(self._plan(replace(now, round=self.selection.round), mode)), None
-        asked = self.asked_seconds(now) if self.correct else None
+        asked = self.asked_seconds(now) if self.correct and not mode.cached else None  # another boundary empties the cache
         left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
         if asked is None or not self.feedback.may_correct(asked, change_seconds, left):
             return None, None
@@ -272,7 +272,7 @@ class Controller:
         measured, before = measure_full(), self.profile.full
         if measured <= 0:
             return None
-        is_over = (self.feedback.recent or 0.0) > (self.asked_seconds(now) or 0.0)
+        is_over = (self.feedback.recent or 0.0) > self.feedback.aim(self.asked_seconds(now) or 0.0)
         seconds = max(measured, before.seconds) if is_over else min(measured, before.seconds)
         joules = None if before.joules is None else before.joules * seconds / before.seconds
         self.profile = replace(self.profile, plain=replace(before, seconds=seconds, joules=joules))
@@ -340,6 +340,13 @@ class Controller:
             self.policy = old
             raise
         self.feedback.forget()
+
+    def snapshot(self) -> tuple[dict[str, Any], Selection | None]:
+        """What `restore` puts back, should a change be refused."""
+        return self.feedback.state(), self.selection
+
+    def restore(self, before: tuple[dict[str, Any], Selection | None]) -> None:
+        self.feedback, self.selection = Feedback.of(before[0]), before[1]
 
     def run_in(self, old: Mode, new: Mode) -> None:
         """The engine changed its mode: price the selection again."""

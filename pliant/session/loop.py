@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from torch import nn
 from pliant import signals
 from pliant.core.budget import Budget, Progress
 from pliant.core.errors import ProbeError
+from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
 from pliant.cost.measure import full_step_seconds, inference_bytes, power
 from pliant.cost.profile import Profile
@@ -28,7 +29,6 @@ from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.trainable import apply_, check_in_groups, found, restore_
-from pliant.session import checkpoint
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
@@ -60,14 +60,14 @@ class Loop:
         self.total_steps: int | None = None
         self.steps = 0
         self._probe_on = probe
-        self._found = found(model)
-        self._device = next(iter(self.params.values())).device
-        self.laps = Laps(clock if clock is not None else Watch(self._device))
+        self.found = found(model)
+        self.device = next(iter(self.params.values())).device
+        self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
         self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
         self._elements = 0  # of the batch whose step is measured
-        self._change_seconds = 0.0  # what the last change of the selection took
-        self._energy: EnergyUse | None = None  # where joules are limited
+        self.change_seconds = 0.0  # what the last change of the selection took
+        self.energy: EnergyUse | None = None  # where joules are limited
 
     # ------------------------------------------------------------ where it stands
 
@@ -111,12 +111,14 @@ class Loop:
                 self.settle(own_loop=False, has_ids=ids is not None)
             self.engine.zero_grad()  # first: a probe needs the room
             self._prepare(batch, self.engine.around)
-            self.stepper.measure_bytes(self._inference_bytes(batch))
+            self._measure_bytes(batch)
         else:
             self._hold_norms(self.selection.params)
+        before = self.engine.mode
         value, result = self.stepper.run(batch, ids)
         if result is not None:
             self.record(result)
+        self._follow_engine(before)
         return value
 
     def before_step(self, batch: Any) -> None:
@@ -128,8 +130,8 @@ class Loop:
             self.laps.drop()
             raise ValueError("a GradScaler cannot unscale slices of parameters in a loop of your own: use session.step.")
         self.engine.hook_own_step()
-        if self._device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
-            self.stepper.measure_bytes(self._inference_bytes(batch))
+        if self.device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
+            self._measure_bytes(batch)
 
     def _prepare(self, batch: Any, around: Around) -> None:
         """Measure, correct, choose and apply, as far as due. Forward passes are measured inside of `around()`."""
@@ -180,12 +182,19 @@ class Loop:
     def _measure(self, batch: Any, around: Around) -> None:
         """Costs and units, on the first batch."""
         with self.time.not_training("profiling"):
-            self._energy = EnergyUse(self._device) if self.budget.energy is not None else None
-            what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
-            self.controller.measure(*what, around)
-            if self._energy is not None and self.controller.profile is not None:
-                watts = partial(power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around)
-                self.controller.profile = self._energy.begin(self.controller.profile, watts)
+            try:
+                self.energy = EnergyUse(self.device) if self.budget.energy is not None else None
+                what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
+                self.controller.measure(*what, around)
+                if self.energy is not None and self.controller.profile is not None:
+                    watts = partial(
+                        power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around
+                    )
+                    self.controller.profile = self.energy.begin(self.controller.profile, watts)
+            except BaseException:
+                self.controller.units = ()  # the next step measures again
+                raise
+            self.engine.units_are_sliced = any(part.dim is not None for unit in self.controller.units for part in unit.parts)
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
 
@@ -199,23 +208,41 @@ class Loop:
     def settle(self, budget: Budget | None = None, **changed: bool) -> None:
         """Let the engine pick its mode after a change, and the controller follow its prices."""
         before = self.engine.mode
-        if budget is not None and budget.memory is not None and self.controller.profile is not None:
+        if budget is not None and budget.memory is not None and self.engine.could_capture:
             changed["room"] = self.controller.has_room(budget, self.progress, before)
-        if self.engine.settle(budget, **changed):
+        self.engine.settle(budget, **changed)
+        self._follow_engine(before)
+
+    def _follow_engine(self, before: Mode) -> None:
+        """Where the engine changed its mode: steps so far are judged by the old prices, later ones by the new."""
+        if self.engine.mode != before:
+            self.read_steps()
             self.engine.make_room()
             self.controller.run_in(before, self.engine.mode)
 
     def read_steps(self) -> None:
         """Let the closed loop see what the last steps took."""
         self.controller.see(self.laps.read(), self.progress)
-        if self._energy is not None and self.controller.profile is not None:
+        if self.energy is not None and self.controller.profile is not None and self.controller.correct:
             seconds = sum(round.seconds for round in self.controller.feedback.rounds)
-            self.controller.profile = self._energy.update(self.controller.profile, seconds, self.time.elapsed)
+            self.controller.profile = self.energy.update(self.controller.profile, seconds, self.time.elapsed)
 
     def _measure_full(self, batch: Any) -> float:
+        """Seconds of a full step now; 0 where this batch is not like the one that costs were measured with."""
+        shapes = ", ".join("×".join(map(str, shape)) for shape in batches.shapes(batch))
+        if self.update.accumulate > 1 or self.profile.origin.get("batch", shapes) != shapes:
+            return 0.0
         self.norms.release_()
         what = self.model, self.engine.optimizer, self.loss, batch, self.params, self.laps.watch
         return full_step_seconds(*what, update=self.update, around=self.engine.around)
+
+    def _measure_bytes(self, batch: Any) -> None:
+        """Measure the bytes of the coming step, where that is due."""
+        try:
+            self.stepper.measure_bytes(self._inference_bytes(batch))
+        except BaseException:
+            self.laps.drop()
+            raise
 
     def _inference_bytes(self, batch: Any) -> int | None:
         """What inference takes, if the bytes beyond it are to be measured in the coming step: the first of a selection whose
@@ -242,7 +269,7 @@ class Loop:
         if callable(self.budget.memory) or self.controller.is_over_memory(self.progress, self.engine.mode):
             self.settle(self.budget)
         start = self.laps.watch.mark()
-        cost = self.engine.seconds_per_capture + self._change_seconds
+        cost = self.engine.seconds_per_capture + self.change_seconds
         measure_full = partial(self._measure_full, batch)
         selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full)
         if note is not None:
@@ -293,18 +320,18 @@ class Loop:
         self.log.flush()
         self.read_steps()
         measured = self.laps.median()
-        self._apply_(selection)
+        before = self.engine.mode
+        self.apply_(selection)
+        if self.engine.mode != before:
+            selection = replace(selection, cost=self.profile.cost(selection.units))
         self.controller.take(selection, replace(self.progress, round=selection.round))
         self.laps.new_round()
-        self._change_seconds = self.laps.seconds((start, self.laps.watch.mark()))
-        self.log.round(selection, self.profile, str(self.engine.mode), self._change_seconds, measured, resident())
+        self.change_seconds = self.laps.seconds((start, self.laps.watch.mark()))
+        self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, resident())
 
-    def _apply_(self, selection: Selection) -> None:
-        before = self.engine.mode
+    def apply_(self, selection: Selection) -> None:
         sliced = self.engine.choose_(selection.parts, self.params)
         apply_(self.params, self.engine.optimizer, selection.params - sliced, self._state_rule)
-        if self.engine.mode != before:
-            self.controller.run_in(before, self.engine.mode)
 
     @property
     def _state_rule(self) -> Literal["keep", "drop"]:
@@ -316,12 +343,13 @@ class Loop:
     def change_budget(self, budget: Budget) -> None:
         """A budget that cannot be kept is refused, and the old one stays."""
         self.read_steps()  # they ran under the old one
-        old = self.budget
-        self.settle(budget)
+        old, before = self.budget, self.controller.snapshot()
         try:
+            self.settle(budget)
             self.controller.change_budget(budget, self.progress, self.engine.mode)
         except BaseException:
             self.settle(old)
+            self.controller.restore(before)
             raise
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -330,7 +358,9 @@ class Loop:
             check_in_groups(self.params, optimizer, self.selection.params)
             self.engine.check(self.selection.parts, optimizer)
             self.controller.ask_again()
+        before = self.engine.mode
         self.stepper.use_optimizer(optimizer)
+        self._follow_engine(before)
         self.note("the optimizer was replaced")
 
     def forget(self) -> None:
@@ -348,56 +378,4 @@ class Loop:
             self.stepper.release()
             self.engine.release()
             self.norms.release_()
-            restore_(self._found)
-
-    # ------------------------------------------------------------ save and resume
-
-    def state(self) -> dict[str, Any]:
-        """Everything that decides what happens next, in plain types."""
-        if not self.stepper.begins:
-            there = f"{self.stepper.batches} of {self.update.accumulate} batches of this step are in"
-            raise RuntimeError(f"{there}: save between optimizer steps.")
-        if self.laps.is_running:  # a step that the caller's scaler skipped
-            self.record(self.stepper.end())
-        return {
-            "format": checkpoint.FORMAT,
-            "step": self.steps,
-            "time": self.time.state(),
-            "unread": self.laps.peek(),
-            "change_seconds": self._change_seconds,
-            **self.controller.state(),
-            "undo": self.undo.state() if self.undo is not None else None,
-            "slices": self.engine.slices.state_dict() if self.engine.slices is not None else None,
-            "norms": self.norms.state(),
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        self.check(state)
-        self.stepper.drop()
-        self.steps, self._change_seconds = state["step"], state["change_seconds"]
-        self.time.load(state["time"])
-        self.controller.load(state, self.progress)
-        self.norms.load(state["norms"])
-        self.engine.forget()
-        self.settle(self.budget)
-        if self.budget.energy is not None and self.controller.profile is not None:
-            self._energy = EnergyUse(self._device)
-            self._energy.begin(self.controller.profile, lambda meter: 1.0)  # its power was saved with it
-        self.laps.load(state["unread"])
-        if self.undo is not None and state["undo"] is not None:
-            self.undo.load(state["undo"])
-        if self.controller.selection is not None:
-            self._apply_(self.selection)
-            if state["slices"] and self.engine.slices is not None:
-                self.engine.slices.load_state_dict(state["slices"])
-        else:  # from before the first selection, which reads everything
-            restore_(self._found)
-        self.log.write("resume", step=self.steps, round=self.round)
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit before anything is changed."""
-        selection = checkpoint.check_state(state, self.policy.name, self.params)
-        if selection is not None:
-            check_in_groups(self.params, self.engine.optimizer, selection.params)
-            self.engine.check(selection.parts, self.engine.optimizer)
+            restore_(self.found)

@@ -23,7 +23,7 @@ from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sample_ids import ids_of
-from pliant.session import checkpoint
+from pliant.session import checkpoint, resume
 from pliant.session.controller import Controller
 from pliant.session.delta import Undo
 from pliant.session.feedback import Feedback, Round
@@ -290,12 +290,12 @@ class Session:
 
         The model, the optimizer and the random states are saved beside it; `save` does all of that.
         """
-        return self._loop.state()
+        return resume.state_of(self._loop)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state: same values, same selection, same measurements, and the budget that was saved."""
         self._check_open()
-        self._loop.load(state)
+        resume.load_into(self._loop, state)
 
     def save(self, path: str | os.PathLike[str], beside: Any = None) -> None:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed.
@@ -310,7 +310,7 @@ class Session:
         """Go on from a file that `save` wrote, as if the run had never stopped. Returns what was saved `beside`."""
         self._check_open()
         saved = checkpoint.read(path, self.model, self.optimizer)
-        self._loop.check(saved["session"])
+        resume.check(self._loop, saved["session"])
         checkpoint.fill_(saved, self.model, self.optimizer, self.update.scaler)
         self.load_state_dict(saved["session"])
         return saved.get("beside")

@@ -105,5 +105,12 @@ class Stepper:
         if inference is not None:
             gradients = sum(storage(p.grad)[1] for p in self._params if p.grad is not None)
             self._laps.begin()
-            state = self._engine.state_bytes
+            state = self._state_bytes
             self._peak = StepPeak(next(iter(self._params)).device, inference, state() + gradients, state)
+
+    def _state_bytes(self) -> int:
+        """Bytes of optimizer state, that of slices included."""
+        held = [*self._engine.optimizer.state.values()]
+        if self._engine.slices is not None:
+            held += [saved["state"] for saved in self._engine.slices.state_dict().values()]
+        return sum(storage(t)[1] for state in held for t in state.values() if isinstance(t, torch.Tensor))
