@@ -47,7 +47,8 @@ RECIPES: dict[str, Callable[[float], Policy]] = {
     "badam": lambda s: recipes.badam(steps=2, order="random"),
 }
 # Solvers that promise the best choice, and what norms do: `pliant` chooses otherwise where they rest.
-EXACTLY = ("pliant", "elastic_trainer", "elastic_layers", "green_trainer")
+_EXACT = ("pliant", "elastic_trainer", "elastic_layers", "green_trainer")
+EXACTLY = [*((recipe, "chosen") for recipe in _EXACT), ("pliant", "frozen")]  # and what batch norms do
 NOT_THERE = {
     ("bias", "functional"),  # no parameter of this model is called bias
     ("tinytrain", "functional"),  # nor is there a layer whose channels could be told apart
@@ -119,47 +120,50 @@ def test_law_1_never_over_a_limit(recipe: str, model_name: str) -> None:
 
 
 @pytest.mark.parametrize("model_name", [name for name in ZOO if name != "transformer"])
-@pytest.mark.parametrize("recipe", EXACTLY)
-def test_law_1_equals_brute_force(recipe: str, model_name: str) -> None:
+@pytest.mark.parametrize(("recipe", "norms"), EXACTLY)
+def test_law_1_equals_brute_force(recipe: str, norms: str, model_name: str) -> None:
     policy, profile, values = scored(recipe, model_name)
+    profile = replace(profile, origin={**profile.origin, "norms": norms})
     limits = policy.budget.limits(profile.full)
     head = [unit for unit in values if not set(profile.head).isdisjoint(unit.params)]
     others = [unit for unit in values if unit not in head and values[unit] > 0]
-    best = worth_to(recipe, values, head)
+    best = worth_to(recipe, norms, values, head)
     for size in range(1, len(others) + 1):
         for extra in combinations(others, size):
-            worth = worth_to(recipe, values, (*head, *extra))
+            worth = worth_to(recipe, norms, values, (*head, *extra))
             if worth > best:
                 cost = profile.cost((*head, *extra))
                 if all(getattr(cost, name) <= amount for name, amount in limits.items()):
                     best = worth
     chosen = [unit for unit in plan(policy, profile, values).units if unit in head or values[unit] > 0]
-    assert worth_to(recipe, values, chosen) == pytest.approx(best, rel=2e-4)
+    assert worth_to(recipe, norms, values, chosen) == pytest.approx(best, rel=2e-4)
 
 
 @pytest.mark.parametrize("model_name", ZOO)
-@pytest.mark.parametrize("recipe", EXACTLY)
-def test_law_1_value_grows_with_the_limit_until_everything_is_chosen(recipe: str, model_name: str) -> None:
+@pytest.mark.parametrize(("recipe", "norms"), EXACTLY)
+def test_law_1_value_grows_with_the_limit_until_everything_is_chosen(recipe: str, norms: str, model_name: str) -> None:
     policy, profile, values = scored(recipe, model_name)
+    profile = replace(profile, origin={**profile.origin, "norms": norms})
     kind = "macs" if policy.budget.macs else "time"
     reached = [
         plan(replace(policy, budget=Budget(**{kind: share})), profile, values)
         for share in (SHARE.get(model_name, 0.6), 0.92, 0.95, 0.98, 1.0)
     ]
-    worths = [worth_to(recipe, values, selection.units) for selection in reached]
+    worths = [worth_to(recipe, norms, values, selection.units) for selection in reached]
     assert all(b >= a - 1e-4 * abs(a) for a, b in pairwise(worths))
     assert {unit for unit, value in values.items() if value > 0} <= set(reached[-1].units)
 
 
-def worth_to(recipe: str, values: Mapping[Unit, float], chosen: Sequence[Unit]) -> float:
+def worth_to(recipe: str, norms: str, values: Mapping[Unit, float], chosen: Sequence[Unit]) -> float:
     """What a recipe maximises: the sum of values; for `pliant`, how well the chosen layers cover their neighbours."""
     if recipe != "pliant":
         return sum(values[unit] for unit in chosen)
+    discount = 0.8 if norms == "frozen" else 0.0
     root = {unit: max(value, 0.0) ** 0.25 for unit, value in values.items()}
     place = {unit: k for k, unit in enumerate(values)}
 
     def counts(unit: Unit) -> float:
-        return max(min(root[unit], root[c]) * 0.8 ** abs(place[unit] - place[c]) for c in chosen)
+        return max(min(root[unit], root[c]) * discount ** abs(place[unit] - place[c]) for c in chosen)
 
     return sum(counts(unit) for unit in values)
 

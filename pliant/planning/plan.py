@@ -51,11 +51,13 @@ def plan(
     base = profile.metered(profile.base)
     table, limit = _that_cost(profile.table(units)), dict(asked)
     done = progress.fraction if progress.total_steps is not None else None
+    frozen_norms = profile.origin.get("norms") == "frozen"
 
     def problem_within(limit: Mapping[str, float]) -> Problem:
         price, room, resource = _rows(table, base, limit, profile.watts)
         turn = progress.round, policy.seed
-        return Problem(names, worth, table.needed, price, room, always, *turn, resource, *profile.sizes(units), done)
+        sizes = profile.sizes(units)
+        return Problem(names, worth, table.needed, price, room, always, *turn, resource, *sizes, done, frozen_norms)
 
     floor, what = floor_of(problem_within(limit), profile, units)
     for name in ("seconds", "joules"):

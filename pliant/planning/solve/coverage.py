@@ -9,11 +9,12 @@ import numpy as np
 from pliant.planning.solve.exact import everything_fits, fitting
 from pliant.planning.solve.problem import SLACK, Array, Mask, Problem, Solver
 
+_FROZEN = 0.8  # the discount where batch norms use running statistics
 _FEW = 12  # up to so many units, every choice is tried
 _STARTS = 16  # with more units, choices are grown from as many depths
 
 
-def coverage(discount: float = 0.8, power: float = 0.25) -> Solver:
+def coverage(discount: float | None = None, power: float = 0.25) -> Solver:
     """A chosen layer counts for itself and, with a discount per layer of distance, for its neighbours.
 
     What one layer learns, the next need not learn again. So a unit counts in full where it is chosen; elsewhere the best chosen
@@ -23,13 +24,14 @@ def coverage(discount: float = 0.8, power: float = 0.25) -> Solver:
 
     The fourth root (`power`) brings values nearer to each other: a unit that is worth 16 times as much as another counts twice.
     With `discount` 0 the roots add up. The larger the discount, the less a second unit adds beside a first: fewer layers are
-    chosen, and they reach further from the loss. Only positive values count.
+    chosen, and they reach further from the loss. None: 0.8 where batch norms use running statistics, and 0 where they use those
+    of the batch (docs/notebook.md has the measurements). Only positive values count.
 
     Any number of limits, at true prices. Up to 12 units, every choice is tried, so the answer is the best one. With more,
     choices are grown unit by unit, by what adds most for its price. Growth starts from what is always chosen, and from that
     with one more unit at each of 16 depths. Then single units are replaced by others for as long as that is better.
     """
-    if not 0 <= discount < 1:
+    if discount is not None and not 0 <= discount < 1:
         raise ValueError(f"coverage(discount={discount}): from 0, where values add up, to less than 1.")
     if not 0 <= power <= 1:
         raise ValueError(
@@ -41,7 +43,8 @@ def coverage(discount: float = 0.8, power: float = 0.25) -> Solver:
         if everything is not None:
             return everything
         roots = np.where(problem.values > 0, np.abs(problem.values) ** power, 0.0)
-        return _Search(replace(problem, values=roots), discount).best()
+        default = _FROZEN if problem.frozen_norms else 0.0
+        return _Search(replace(problem, values=roots), default if discount is None else discount).best()
 
     return solve
 

@@ -35,6 +35,7 @@ class Problem:
     elements: Array | None = None  # (units,): elements of each
     macs: Array | None = None  # (units,): of its own gradients alone
     done: float | None = None
+    frozen_norms: bool = False  # whether every batch norm uses its running statistics, also in what trains
     may: Mask | None = None  # (units,): those that may be chosen; None: all. Others keep their place and value
 
     def cost(self, chosen: Mask) -> Array:
