@@ -64,7 +64,7 @@ def test_the_check_of_imports_refuses_internals() -> None:
 
 @pytest.mark.parametrize("path", sorted(Path(BENCHMARKS).glob("*.py")), ids=lambda path: path.stem)
 def test_benchmarks_import_public_names_only(path: Path) -> None:
-    assert [found for found in imports(path.read_text()) if not is_public(*found)] == []
+    assert [found for found in imports(path.read_text(encoding="utf-8")) if not is_public(*found)] == []
 
 
 @pytest.mark.usefixtures("benchmarks")

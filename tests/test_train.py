@@ -219,7 +219,7 @@ def test_a_resumed_run_measures_no_costs_and_goes_on_with_those_of_the_killed_on
     with pytest.raises(RuntimeError, match="power cut"):
         train(Options(**{**TINY, "exact": False}, recipe="pliant", time="1.0", out="run"), at_step(13, power_cut))
     held = torch.load("run/state.pt", weights_only=True)
-    assert held["session"]["step"] == 13 and held["session"]["feedback"]["rounds"][-1]["steps"] == 10
+    assert held["session"]["step"] == 13 and held["session"]["feedback"]["rounds"]  # the clock says how many
     loaded: list[dict[str, Any]] = []
     load = Session.load
 
