@@ -283,7 +283,7 @@ def test_what_is_taken_from_a_choice_leaves_the_others_where_they_are(seed: int)
     rng = np.random.default_rng(seed)
     profile = chain_profile(rng.uniform(0.2, 1, 14).tolist(), rng.uniform(0.2, 1, 13).tolist())
     values = dict(zip(units(14), rng.uniform(1, 2, 14).tolist(), strict=True))
-    wide = policy(coverage(power=1), budget=Budget(time=0.5))
+    wide = policy(coverage(0.8, power=1), budget=Budget(time=0.5))
     near = plan(wide, profile, values).units
     fewer = plan(replace(wide, budget=Budget(time=0.42)), profile, values, near=near)
     assert set(fewer.units) < set(near)
