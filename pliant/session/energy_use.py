@@ -13,9 +13,10 @@ from pliant.runtime import energy
 class EnergyUse:
     """Gives a profile its watts, and corrects them while training."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watts: float | None = None) -> None:
+        """`watts` is the power that steps drew so far, where a run is resumed."""
         self._meter = energy.required(device)
-        self._power = energy.Power()
+        self._power = energy.Power(watts)
 
     def begin(self, profile: Profile, measure: Callable[[energy.Meter], float]) -> Profile:
         """The profile with the power of full steps, measured unless it is known."""

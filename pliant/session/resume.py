@@ -43,8 +43,7 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
     has_room = not loop.engine.could_capture or loop.controller.has_room(loop.budget, loop.progress, loop.engine.mode)
     loop.engine.settle(loop.budget, room=has_room)  # what is saved has its prices
     if loop.budget.energy is not None and loop.controller.profile is not None:
-        loop.energy = EnergyUse(loop.device)
-        loop.energy.begin(loop.controller.profile, lambda meter: 1.0)  # its power was saved with it
+        loop.energy = EnergyUse(loop.device, loop.controller.profile.watts)
     loop.laps.load(state["unread"])
     if loop.undo is not None and state["undo"] is not None:
         loop.undo.load(state["undo"])
