@@ -122,14 +122,17 @@ def timed(
         trial = StepTiming(model, optimizer, loss, batch, params, norms, update.apart(), around)
         stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
         profile = trial.calibrated(
-            graph, times.with_update(*stepping), sizes, where, repeats, steady=not passes.is_bound_by_launches
+            graph,
+            times.with_update(*stepping),
+            sizes,
+            where,
+            repeats,
+            steady=not passes.is_bound_by_launches,
+            plain=norm == "frozen",  # a plain full step uses batch statistics
         )
         if alone is not None:
             captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
             profile = replace(profile, other_seconds=captured.seconds)
-        if norm == "frozen":  # a plain full step uses batch statistics
-            norms.release_()
-            profile = replace(profile, plain=trial.plain(profile, repeats))
     return profile
 
 
@@ -287,24 +290,30 @@ def peak_bytes(
         return StepTiming(model, optimizer, loss, batch, params, BatchNormModes(model, "as-is"), update, around).peak()
 
 
-def full_step_seconds(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Loss,
-    batch: Any,
-    params: Mapping[str, nn.Parameter],
-    watch: Watch,
-    *,
-    update: Update | None = None,
-    around: Around = nullcontext,
-    repeats: int = 3,
-) -> float:
-    """Seconds of a plain full step that trains all of `params`, with norms in the modes that they have now. Leaves no trace.
+class FullStep:
+    """Times plain full steps beside a run: all of `params` train, with norms in the modes that they have then."""
 
-    The first step does not count: it finds none of its weights in the caches.
-    """
-    with sandbox(model), undisturbed():
-        modes, update = BatchNormModes(model, "as-is"), (update or Update()).apart()
-        trial = StepTiming(model, optimizer, loss, batch, params, modes, update, around)
-        trial.watch = watch
-        return watch.typical([trial.step(params) for _ in range(repeats + 1)][1:])
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        params: Mapping[str, nn.Parameter],
+        watch: Watch,
+        *,
+        update: Update | None = None,
+        around: Around = nullcontext,
+    ) -> None:
+        update = (update or Update()).apart()
+        self._trial = StepTiming(model, optimizer, loss, None, params, BatchNormModes(model, "as-is"), update, around)
+        self._trial.watch = watch
+
+    def seconds(self, batch: Any) -> float:
+        """Seconds of one. Leaves no trace. The first makes the optimizer's state, so it should not count."""
+        trial = self._trial
+        with sandbox(trial.model), undisturbed():
+            trial.batch = batch
+            try:
+                return trial.step(trial.params)
+            finally:
+                trial.batch = None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pliant.core.types import Cost, Part, Unit
+from pliant.core.types import Part, Unit
 from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
 from pliant.cost.measurements import Array, Sizes, Times
@@ -163,40 +163,52 @@ class StepTiming:
     # ------------------------------------------------------------ whole steps
 
     def calibrated(
-        self, graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any], repeats: int, steady: bool = True
+        self,
+        graph: Graph,
+        times: Times,
+        sizes: Sizes,
+        origin: Mapping[str, Any],
+        repeats: int,
+        steady: bool = True,
+        plain: bool = False,
     ) -> Profile:
         """The profile whose parts are scaled so that they add up to whole steps, from the head alone to everything.
 
-        A GPU's clock is `steady` unless it waits for the CPU.
+        The steps take turns, and each is compared with the full step of its turn: other work slows both. With `plain`, a step
+        of plain training takes turns too, with every mode as it is found. A GPU's clock is `steady` unless it waits for the
+        CPU.
         """
         draft = charges.profile(graph, times, sizes, origin)
         rungs = _rungs(graph, draft)
-        taken: list[list[float]] = [[] for _ in rungs]
-        for _ in range(1 if self.watch.cuda else repeats):  # on a GPU once is enough
-            for tries, rung in zip(taken, rungs, strict=True):
-                tries.append(self.step(rung))
-        if not steady:  # the full step, which shares refer to, is measured twice
-            taken[-1].append(self.step(rungs[-1]))
-        for tries, rung in zip(taken, rungs, strict=True):
-            if max(tries) > 1.2 * min(tries):  # one of them was much disturbed
-                tries.append(self.step(rung))
-        measured = np.array([self.watch.typical(tries) if steady else min(tries) for tries in taken])
+
+        def turn() -> list[float]:
+            return [self.step(rung) for rung in rungs] + [self._plain_step() for _ in range(plain)]
+
+        turns = np.array([turn() for _ in range(1 if self.watch.cuda and steady else repeats)])  # a steady clock needs one
+        if (_shares(turns, rungs).max(0) > 1.2 * _shares(turns, rungs).min(0)).any():  # one of them was much disturbed
+            turns = np.array([*turns, turn()])
+        full = turns[:, len(rungs) - 1]
+        measured = np.median(_shares(turns, rungs), axis=0) * (self.watch.typical(full.tolist()) if steady else full.min())
         parts = np.array([_parts(graph, draft, times, rung) for rung in rungs])
-        scales = _scales(parts, measured, _TRUST["cuda" if self.watch.cuda else "cpu"])
+        scales = _scales(parts, measured[: len(rungs)], _TRUST["cuda" if self.watch.cuda else "cpu"])
         better = _rescaled(graph, times, scales)
         backward = parts[-1] @ scales - (parts[-1] * scales)[[0, 3]].sum()
-        return replace(
+        profile = replace(
             charges.profile(graph, better, sizes, origin, self.update.accumulate),
             coverage=1 - float(parts[-1][5] * scales[5] / backward) if backward > 0 else None,
-            checks=tuple((float(p @ scales), min(tries), max(tries)) for p, tries in zip(parts, taken, strict=True)),
+            checks=tuple((float(p @ scales), float(t.min()), float(t.max())) for p, t in zip(parts, turns.T, strict=False)),
         )
-
-    def plain(self, profile: Profile, repeats: int) -> Cost:
-        """What a step of plain training costs, with every mode as it is found."""
         whole = profile.cost([_unit(profile.params)])
-        self.norms = BatchNormModes(self.model, "as-is")
-        tries = [self.step(profile.params) for _ in range(repeats)]
-        return replace(whole, seconds=self.watch.typical(tries))
+        return replace(profile, plain=replace(whole, seconds=float(measured[-1]))) if plain else profile
+
+    def _plain_step(self) -> float:
+        """Seconds of a step of plain training."""
+        self.norms.release_()
+        held, self.norms = self.norms, BatchNormModes(self.model, "as-is")
+        try:
+            return self.step(self.params)
+        finally:
+            self.norms = held
 
 
 def _unit(names: Collection[str]) -> Unit:
@@ -220,6 +232,11 @@ def _rungs(graph: Graph, draft: Profile) -> list[set[str]]:
         if rung and rung not in rungs:
             rungs.append(rung)
     return rungs
+
+
+def _shares(turns: Array, rungs: Sequence[set[str]]) -> Array:
+    """Each step over the full step of its turn. A coarse clock may not see a small step."""
+    return turns / np.maximum(turns[:, [len(rungs) - 1]], 1e-12)
 
 
 def _parts(graph: Graph, profile: Profile, times: Times, rung: Collection[str]) -> list[float]:

@@ -240,9 +240,9 @@ class Controller:
     ) -> tuple[Selection | None, str | None]:
         """Another selection for the same round, if steps miss the budget, and what the log should say of it.
 
-        `change_seconds` is what another selection costs beside its steps. `measure_full` takes plain full steps and returns
-        their seconds: a share of the time is one of a full step on the device as it is now, so it is measured again before
-        every correction.
+        `change_seconds` is what another selection costs beside its steps. A share of the time is one of a full step on the
+        device as it is now, so a few steps take turns with full steps before it is corrected: `measure_full` takes one and
+        returns its seconds.
         """
         if self.selection is None or self._pending is not None:
             return None, None
@@ -251,33 +251,37 @@ class Controller:
         if self._budget_moved(now, mode):
             return self._if_new(self._plan(replace(now, round=self.selection.round), mode)), None
         asked = self.asked_seconds(now) if self.correct and not mode.cached else None  # another boundary empties the cache
-        left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
-        if asked is None or not self.feedback.may_correct(asked, change_seconds, left):
+        if asked is None:
             return None, None
-        self.feedback.correcting()
-        note = self._measure_full_again(now, measure_full)
-        asked = self.asked_seconds(now) or asked
+        if self.feedback.turns is None:
+            left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
+            if not self.feedback.may_correct(asked, change_seconds, left):
+                return None, None
+            # With a limit on memory there is no room for a full step.
+            self.feedback.correcting(self._is_share(now) and self.policy.budget.memory is None)
+        note = None
+        if self.feedback.turns is not None:
+            if self.feedback.turns.goes_on(measure_full()):
+                return None, None
+            note = self._compare(now)
+            asked = self.asked_seconds(now) or asked
         if not self.feedback.is_off(asked):
             return None, note
-        before = self.selection
-        selection = self._if_new(self._plan(replace(now, round=before.round), mode, before.units))
+        selection = self._if_new(self._plan(replace(now, round=self.selection.round), mode, self.selection.units))
         why = self._out_of_reach(asked) if selection is None else None
         return selection, note if why is None else f"asked {self.feedback.rounds[-1]}: {why}"
 
-    def _measure_full_again(self, now: Progress, measure_full: Callable[[], float]) -> str | None:
-        """Where the budget is a share of a full step: what a full step takes now. Of two measurements that differ, the one that
-        asks for the smaller change counts: either may have been disturbed."""
-        if not self._is_share(now) or self.profile is None or self.policy.budget.memory is not None:
-            return None  # with a limit on memory there is no room for a full step
-        measured, before = measure_full(), self.profile.full
-        if measured <= 0:
+    def _compare(self, now: Progress) -> str | None:
+        """Judge steps by the full steps that took turns with them."""
+        turns, self.feedback.turns = self.feedback.turns, None
+        if turns is None or turns.share is None or self.profile is None:
             return None
-        is_over = (self.feedback.recent or 0.0) > self.feedback.aim(self.asked_seconds(now) or 0.0)
-        seconds = max(measured, before.seconds) if is_over else min(measured, before.seconds)
-        joules = None if before.joules is None else before.joules * seconds / before.seconds
-        self.profile = replace(self.profile, plain=replace(before, seconds=seconds, joules=joules))
-        self.feedback.reassess(self.asked_seconds(now), seconds)
-        return f"the full step was measured again: {measured * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
+        before = self.profile.full
+        joules = None if before.joules is None else before.joules * turns.full_seconds / before.seconds
+        self.profile = replace(self.profile, plain=replace(before, seconds=turns.full_seconds, joules=joules))
+        self.feedback.reassess(turns, self.asked_seconds(now) or 0.0)
+        times = f"{turns.full_seconds * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
+        return f"the full step was measured again: {times}; steps in turn with it take {turns.share:.3f} of it"
 
     def _if_new(self, selection: Selection) -> Selection | None:
         """None where this is what trains already; then only its limits change."""

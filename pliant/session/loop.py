@@ -16,7 +16,7 @@ from pliant.core.budget import Budget, Progress
 from pliant.core.errors import ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
-from pliant.cost.measure import full_step_seconds, inference_bytes, power
+from pliant.cost.measure import FullStep, inference_bytes, power
 from pliant.cost.profile import Profile
 from pliant.engine.around import around_forward
 from pliant.engine.engine import Engine
@@ -66,6 +66,7 @@ class Loop:
         self.time = RunTime(self.laps.watch.wall)
         self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
         self._elements = 0  # of the batch whose step is measured
+        self._full_step: FullStep | None = None  # while steps take turns with full steps
         self.change_seconds = 0.0  # what the last change of the selection took
         self.energy: EnergyUse | None = None  # where joules are limited
 
@@ -146,7 +147,8 @@ class Loop:
                 self._measure(batch, around)
             if few is not None:
                 self.note(f"norms use their running statistics: a batch has {few:.0f} values per channel")
-            due, looks = self.controller.is_due(self.progress), self.laps.unread >= LOOK_EVERY
+            due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
+            looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
             if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
                 self.read_steps()
             if due:
@@ -233,8 +235,10 @@ class Loop:
         if self.update.accumulate > 1 or self.profile.origin.get("batch", shapes) != shapes:
             return 0.0
         self.norms.release_()
-        what = self.model, self.engine.optimizer, self.loss, batch, self.params, self.laps.watch
-        return full_step_seconds(*what, update=self.update, around=self.engine.around)
+        if self._full_step is None:
+            what = self.model, self.engine.optimizer, self.loss, self.params, self.laps.watch
+            self._full_step = FullStep(*what, update=self.update, around=self.engine.around)
+        return self._full_step.seconds(batch)
 
     def _measure_bytes(self, batch: Any) -> None:
         """Measure the bytes of the coming step, where that is due."""
@@ -272,6 +276,8 @@ class Loop:
         cost = self.engine.seconds_per_capture + self.change_seconds
         measure_full = partial(self._measure_full, batch)
         selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full)
+        if self.controller.feedback.turns is None:
+            self._full_step = None
         if note is not None:
             self.note(note)
         if selection is not None:
