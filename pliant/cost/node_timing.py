@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from pliant.core.prices import KernelPrices
 from pliant.cost.measurements import Sizes, Times
-from pliant.graph.backward import Graph, Node, compute_loss, walk, wiring
-from pliant.graph.saved_tensors import op_name
+from pliant.graph.backward import Graph, compute_loss, walk, wiring
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import LaunchWatch, Watch
@@ -364,22 +362,19 @@ def _hooked(
 
 
 def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> None:
-    """A norm may be another operation in another mode, and a custom autograd function may replace an operation; all else must
-    be as it was read."""
-    wires = [inputs for inputs, _ in wiring(live, params)]
-    if len(graph.nodes) != len(live) or not all(map(_is_same, graph.nodes, live, wires)):
+    """What receives each node's gradients must be as it was read.
+
+    Names do not count: while a graph is read, PyTorch records other names for views; a norm has one for each mode, and a custom
+    autograd function may replace an operation.
+    """
+    was, now = [node.inputs for node in graph.nodes], [inputs for inputs, _ in wiring(live, params)]
+    if [*map(_receivers, was)] != [*map(_receivers, now)]:
         raise ValueError(
-            f"the model's backward graph changes from run to run ({len(graph.nodes)} nodes, then {len(live)}): seconds per "
+            f"the model's backward graph changes from run to run ({len(was)} nodes, then {len(now)}): seconds per "
             f"node would mean nothing. Use dataclasses.replace(policy, cost=measure.counted), or make "
             f"the forward pass repeat for the same batch and seed."
         )
 
 
-def _is_same(node: Node, live: Any, inputs: tuple[Any, ...]) -> bool:
-    if isinstance(live, BackwardCFunction) and node.op != op_name(live):  # arguments without a gradient may differ
-        return [one for one in node.inputs if one is not None] == [one for one in inputs if one is not None]
-    return _kind(node.op) == _kind(op_name(live)) and node.inputs == inputs
-
-
-def _kind(op: str) -> str:
-    return "BatchNorm" if "BatchNorm" in op else op
+def _receivers(inputs: Sequence[str | int | None]) -> list[str | int]:
+    return [one for one in inputs if one is not None]
