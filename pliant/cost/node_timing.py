@@ -19,7 +19,8 @@ from pliant.graph.backward import Graph, compute_loss, walk, wiring
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import LaunchWatch, Watch
-from pliant.runtime.memory import LiveBytes
+from pliant.runtime.memory import LiveBytes, inference_peak
+from pliant.runtime.rng import seed_
 
 _MOST_SLOTS = 3
 _FAR = 2.0  # times as long: then a step clearly waits for the slower one
@@ -179,11 +180,23 @@ class NodeTiming:
 
     def _run(self, chosen: Sequence[str]) -> tuple[torch.Tensor, list[Any], float]:
         self.norms.hold_(self.params, chosen)
+        self._draw_again()
         with self.around():
             seconds, value = self.watch.time(lambda: compute_loss(self.model, self.loss, self.batch))
         live = walk(value)
-        _check_same(self.graph, live, self.params)
+        if not self.graph.is_wired_like([inputs for inputs, _ in wiring(live, self.params)]):
+            raise ValueError(
+                f"the model's backward graph changes from run to run ({len(self.graph.nodes)} nodes, then {len(live)}), also "
+                f"with the same random numbers: seconds per node would mean nothing. Let the forward pass depend on its batch "
+                f"and on random numbers of torch, numpy or random alone, or use "
+                f"dataclasses.replace(policy, cost=measure.counted)."
+            )
         return value, live, seconds
+
+    def _draw_again(self) -> None:
+        """Where random numbers decide which layers run: start from those of this graph."""
+        if self.graph.seed is not None:
+            seed_(self.graph.seed)
 
     def _see(
         self,
@@ -224,11 +237,8 @@ class NodeTiming:
 
     def sizes(self) -> Sizes:
         """Bytes that live while each node runs, beside what is kept and the gradients of parameters."""
-        meter = LiveBytes(self.device)
-        meter.forget()
-        with meter, torch.no_grad():
-            self.loss(self.model, self.batch)
-        alone = meter.peak
+        self._draw_again()
+        alone = inference_peak(lambda: self.loss(self.model, self.batch), self.device) or 0  # else as it was read
         value, live, _ = self._run(self.used)
         everything = self._node_bytes(value, live, self.used, roots=False)
         inputs = self._node_bytes(value, live, [], roots=True)
@@ -359,22 +369,3 @@ def _hooked(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> None:
-    """What receives each node's gradients must be as it was read.
-
-    Names do not count: while a graph is read, PyTorch records other names for views; a norm has one for each mode, and a custom
-    autograd function may replace an operation.
-    """
-    was, now = [node.inputs for node in graph.nodes], [inputs for inputs, _ in wiring(live, params)]
-    if [*map(_receivers, was)] != [*map(_receivers, now)]:
-        raise ValueError(
-            f"the model's backward graph changes from run to run ({len(was)} nodes, then {len(now)}): seconds per "
-            f"node would mean nothing. Use dataclasses.replace(policy, cost=measure.counted), or make "
-            f"the forward pass repeat for the same batch and seed."
-        )
-
-
-def _receivers(inputs: Sequence[str | int | None]) -> list[str | int]:
-    return [one for one in inputs if one is not None]
