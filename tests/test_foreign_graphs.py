@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle import ENGINES as AROUND
 from oracle import on_steady_device
 from test_graphs import Stand
 from torch import nn
 
-from pliant import Policy, Profile, Session, measure, recipes, score, units
+from pliant import Mode, Part, Policy, Profile, Session, Unit, measure, recipes, score, units
 from pliant.engine.cuda_graphs.graphs import Graphs
+from pliant.graph.backward import trainable
 from pliant.runtime.rng import is_same, rng_states, set_rng_states
+from pliant.runtime.trainable import apply_
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 ENGINES = ["plain", "lean", "prefix", "lean+prefix"]
@@ -170,7 +173,7 @@ class Listens(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().clone()
+        x = x.detach()
         x.requires_grad = True
         return self.head(self.layers(x))
 
@@ -218,6 +221,20 @@ def test_backward_does_not_run_to_the_input(make: Callable[[], nn.Module]) -> No
     session.step(x)
     assert input_gradients(model, session, x) == 0
     assert "input gradients" in session.why_not
+
+
+@pytest.mark.parametrize("engine", ["plain", "lean"])
+def test_what_an_input_that_requires_a_gradient_keeps_is_priced(engine: str) -> None:
+    """The forward pass keeps for it what no choice needs."""
+    torch.manual_seed(0)
+    model, x = Listens(), torch.randn(2000, 8)
+    profile = measure.timed(model, sgd(model), mean_square, x, repeats=1).on(Mode(lean=engine == "lean"))
+    among = trainable(model)
+    for chosen in (["head.bias"], ["head.weight", "layers.2.0.weight"], list(among)):
+        apply_(among, sgd(model), chosen)
+        peak, alone = measure.peak_bytes(model, sgd(model), mean_square, x, around=AROUND[engine])
+        predicted = profile.cost([Unit("*", tuple(Part(name) for name in chosen))]).bytes
+        assert predicted == pytest.approx(peak - alone, rel=0.03), chosen
 
 
 def test_a_batch_that_requires_a_gradient_gets_none() -> None:

@@ -69,8 +69,7 @@ class Engine:
         self._held: Hashable = None  # the selection and mode of the captured steps that are held
         self._own_loop: CallersStep | None = None
         self.mode = Mode()
-        self._memory_is_limited, self._captures_pay = False, True
-        self._room = True  # whether what captured steps hold fits into the limit on memory
+        self._memory_is_limited, self._captures_pay, self._room = False, True, True  # see `settle`
         self._is_callers = self._no_ids = self._is_eager = False
         self._not_captured: str | None = None  # why "auto" has given up on captures
         self._reported: dict[str, str] = {}
@@ -247,12 +246,13 @@ class Engine:
 
         def finish(value: torch.Tensor) -> torch.Tensor:
             self._update.backward(value, self._ends.of(value, self.leaves().values(), self.optimizer))
+            value = value.detach()  # frees what backward did not need
             if last:
                 if peak is not None:
                     peak.updating()
                 with self.stepping(self.optimizer):
                     self._update.step(self.optimizer)
-            return value.detach()
+            return value
 
         stored = self.features.stored if self.features is not None else 0
         graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None

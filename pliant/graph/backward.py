@@ -36,7 +36,9 @@ class Node:
     gradient on. A `whole` node is a function written in Python: it computes all its gradients, whichever are needed.
     `macs`, `outputs` (elements), `made` (their bytes) and `moved` (bytes read and written) are those of its forward. The first
     node of a checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage,
-    bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs.
+    bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs. From an
+    `outward` node gradients would flow to a tensor that is no parameter of the model, such as an input that requires one: the
+    forward pass saves for it whatever is chosen.
     """
 
     op: str
@@ -51,6 +53,7 @@ class Node:
     recomputes: bool = False
     saves: Saves = ()
     lean: Saves | None = None
+    outward: bool = False
 
     @property
     def is_norm(self) -> bool:
@@ -270,7 +273,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         )
     trace.assign(live)
     again = tuple(Recomputed(*part) for part in trace.recomputed(live))
-    recomputing = {part.node for part in again}
+    recomputing, outward = {part.node for part in again}, _outward(live, params)
     nodes = []
     for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, params), strict=True)):
         params_here = [name for name in inputs if isinstance(name, str)]
@@ -286,6 +289,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
                 i in recomputing,
                 trace.saves(node),
                 trace.lean(node, work[1]),
+                node in outward,
             )
         )
     reached = {param for node in nodes for param in node.params}
@@ -337,6 +341,16 @@ def _needs_all(model: nn.Module, loss: Loss, batch: Any) -> bool:
         except RuntimeError:
             return True
     return False
+
+
+def _outward(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> set[Any]:
+    """The nodes from which gradients flow to a tensor that is none of these parameters."""
+    own, out = {id(param) for param in params.values()}, set[Any]()
+    for node in reversed(live):
+        for following, _ in node.next_functions:
+            if following in out or (hasattr(following, "variable") and id(following.variable) not in own):
+                out.add(node)
+    return out
 
 
 def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
