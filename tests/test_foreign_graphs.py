@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -349,3 +350,32 @@ def test_random_graphs_are_not_captured() -> None:
     engine = session._engine
     engine._graphs = Graphs(model, mean_square, session.optimizer, Stand(model, session.optimizer))
     assert engine.why_no_capture == "which layers run is random"
+
+
+# ---------------------------------------------------------------- going on
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [(lambda: Drops(DRAWS["torch"]).double(), mean_square), (smooth, after_one_step), (smooth, with_penalty)],
+    ids=["random", "parameters", "data"],
+)
+def test_a_resumed_run_knows_what_was_found(make: Callable[[], nn.Module], loss: Loss, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(6, 8, dtype=torch.float64) for _ in range(4)]
+    policy = on_steady_device(recipes.pliant(time=0.9))
+
+    def session() -> Session:
+        torch.manual_seed(1)
+        model = make()
+        return Session(model, sgd(model), policy=policy, loss=loss, engine="lean")
+
+    whole, half, rest = session(), session(), session()
+    torch.manual_seed(2)
+    losses = [whole.step(batch).item() for batch in batches]
+    torch.manual_seed(2)
+    first = [half.step(batch).item() for batch in batches[:2]]
+    half.save(tmp_path / "state.pt")
+    rest.load(tmp_path / "state.pt")
+    assert first + [rest.step(batch).item() for batch in batches[2:]] == losses
+    assert rest.why_not == whole.why_not
