@@ -325,6 +325,13 @@ def test_a_random_graph_is_timed(draw: str) -> None:
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def test_a_random_graph_whose_loss_differentiates_is_timed() -> None:
+    torch.manual_seed(0)
+    model, x = Drops(DRAWS["torch"]), torch.randn(6, 8)
+    profile = measure.timed(model, sgd(model), with_penalty, x, repeats=1)
+    assert profile.origin["readings"] > 1 and profile.origin["differentiates"] == "data"
+
+
 def test_random_numbers_that_do_not_change_the_graph_change_no_price() -> None:
     torch.manual_seed(0)
     graph = measure.read_graph(Words(), mean_square, torch.randn(4, 6, 8))

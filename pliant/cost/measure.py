@@ -26,7 +26,8 @@ from pliant.cost.node_timing import NodeTiming
 from pliant.cost.peaks import Peaks, roof_seconds
 from pliant.cost.profile import Profile
 from pliant.cost.step_timing import StepTiming, optimizer_sizes, state_sizes
-from pliant.graph.backward import Graph, compute_loss, read_all, trainable
+from pliant.graph.backward import Graph, compute_loss, trainable
+from pliant.graph.readings import read_all
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes, NormRule

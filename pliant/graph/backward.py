@@ -19,11 +19,10 @@ from pliant.graph.forward_trace import CARRIERS, ForwardTrace, SavedTensorNeeded
 from pliant.graph.saved_tensors import Saves, op_name
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
-from pliant.runtime.rng import is_same, rng_states, seed_
+from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
-READINGS = 4  # of a random graph: the mean of so many is 5 % off where each of 12 layers is left out once in 10 steps
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
 
 
@@ -130,18 +129,14 @@ class Graph:
         """This one and the others, each by itself."""
         return [replace(self, others=()), *self.others]
 
-    @property
-    def wires(self) -> list[tuple[str | int | None, ...]]:
-        """What receives the gradients of each node."""
-        return [node.inputs for node in self.nodes]
-
-    def is_wired_like(self, wires: Sequence[Sequence[str | int | None]]) -> bool:
-        """Whether the nodes of another graph hand their gradients on as those of this one do.
+    def is_wired_like(self, inputs: Sequence[Sequence[str | int | None]]) -> bool:
+        """Whether nodes with these `inputs` hand their gradients on as those of this one do.
 
         Names do not count: while a graph is read, PyTorch records other names for views; a norm has one for each mode, and a
         custom autograd function may replace an operation, with other arguments that get no gradient.
         """
-        mine, its = ([[one for one in inputs if one is not None] for inputs in each] for each in (self.wires, wires))
+        own = (node.inputs for node in self.nodes)
+        mine, its = ([[one for one in each if one is not None] for each in several] for several in (own, inputs))
         return mine == its
 
     def order(self) -> dict[str, int]:
@@ -257,11 +252,13 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`.
     """
     params = trainable(model)
+    start = rng_states()
     trace, differentiates = ForwardTrace(model, batch), False
     try:
         with trace:
             value = compute_loss(model, loss, batch)
     except SavedTensorNeeded:
+        set_rng_states(start)
         trace, differentiates = ForwardTrace(model, batch, keep=True), True
         with trace:
             value = compute_loss(model, loss, batch)
@@ -308,27 +305,6 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         differentiates=differentiates,
         all_trainable=differentiates and _needs_all(model, loss, batch),
     )
-
-
-def read_all(model: nn.Module, loss: Loss, batch: Any) -> Graph:
-    """`read`; several times with other random numbers where the pass draws any, in case they decide which layers run.
-
-    Of graphs that differ, the one that reaches the most parameters comes first, and holds the others.
-    """
-    seed_(0)
-    before = rng_states()
-    first = read(model, loss, batch)
-    if is_same(before, rng_states()):
-        return first
-    several = [first]
-    for seed in range(1, READINGS):
-        seed_(seed)
-        several.append(read(model, loss, batch))
-    if all(one.is_wired_like(first.wires) for one in several):
-        return first
-    several = [replace(one, seed=seed) for seed, one in enumerate(several)]
-    fullest, *others = sorted(several, key=lambda one: (len(one.unused), -len(one.nodes)))
-    return replace(fullest, others=tuple(others))
 
 
 def _needs_all(model: nn.Module, loss: Loss, batch: Any) -> bool:
