@@ -118,6 +118,8 @@ class _Builder:
         saves = (node.saves if not lean or node.lean is None else node.lean for node in self.graph.nodes)
         out = []
         for storage, (size, params, nodes, last) in self._storages(enumerate(saves), lean).items():
+            if any(self.graph.nodes[i].outward for i in nodes):  # kept whatever is chosen
+                params = self._used
             live = self.line.forward_since(self.graph.gone.get(storage, 0)), self.line.node(last) + 1
             out.append(Charge(ChargeKind.KEPT, Cost(bytes=size), params, nodes, live))
         return out
@@ -207,6 +209,11 @@ class _Builder:
                 at, held = self.line.update + k, Cost(bytes=self.sizes.scratch[name])
                 out.append(Charge(ChargeKind.SCRATCH, held, (name,), (), (at, at + 1), name=name))
         return out
+
+    @cached_property
+    def _used(self) -> tuple[str, ...]:
+        """The parameters that the loss reaches."""
+        return tuple(name for name in self.graph.params if name not in self.graph.unused)
 
     @cached_property
     def _first(self) -> dict[str, int]:

@@ -20,13 +20,14 @@ from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
 from pliant.cost.measurements import Array, Sizes, Times
 from pliant.cost.profile import Profile
-from pliant.graph.backward import Graph, compute_loss
+from pliant.graph.backward import Graph, compute_loss, read
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
 from pliant.runtime.energy import Meter, MeterError
-from pliant.runtime.memory import LiveBytes
+from pliant.runtime.memory import LiveBytes, inference_peak
 from pliant.runtime.optimizer_step import Update
+from pliant.runtime.rng import seed_
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 
 _NOISE = 0.01  # relative, of a whole step
@@ -48,6 +49,8 @@ class StepTiming:
     norms: BatchNormModes
     update: Update
     around: Around = nullcontext
+    freeze: bool = True  # whether a step freezes what it does not train
+    seed: int | None = None  # of the random numbers that each step starts from; None: they go on
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,18 +67,21 @@ class StepTiming:
     def step(self, chosen: Collection[str]) -> float:
         """Seconds of one whole step that trains these parameters."""
         for name, param in self.params.items():
-            param.requires_grad_(name in chosen)
+            param.requires_grad_(name in chosen or not self.freeze)
             param.grad = None
         self.norms.hold_(self.params, chosen)
         for copy in self._copies.values():
             copy.grad = None
+        self._trained = [self.params[name] for name in chosen]
+        if self.seed is not None:
+            seed_(self.seed)
         seconds, _ = self.watch.time(self._step)
         return seconds
 
     def _step(self) -> None:
         with self.around():
             value = compute_loss(self.model, self.loss, self.batch)
-        self.update.backward(value, [param for param in self.params.values() if param.requires_grad])
+        self.update.backward(value, self._trained)
         for name, copy in self._copies.items():
             copy.grad, self.mine[name].grad = self.mine[name].grad, None
         if self._like is not None:
@@ -84,12 +90,11 @@ class StepTiming:
     def peak(self) -> tuple[int, int]:
         """Peak live bytes of a step that trains what is trainable now, and of the forward pass alone."""
         chosen = [name for name, param in self.params.items() if param.requires_grad]
-        live = LiveBytes(next(iter(self.params.values())).device)
-        with live:
-            live.forget()
-            with torch.no_grad():
-                self.loss(self.model, self.batch)
-            alone = live.peak
+        device = next(iter(self.params.values())).device
+        alone = inference_peak(lambda: self.loss(self.model, self.batch), device)
+        if alone is None:
+            alone = max(read(self.model, self.loss, self.batch).inference)
+        with LiveBytes(device) as live:
             self.step(chosen)  # makes the optimizer's state
             live.forget()
             self.step(chosen)

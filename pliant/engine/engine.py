@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -21,18 +22,22 @@ from pliant.core.types import Part
 from pliant.engine.around import around_forward
 from pliant.engine.cuda_graphs.graphs import Graphs, Work
 from pliant.engine.derived_weights import Derived
+from pliant.engine.ends import Ends
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
+from pliant.engine.lean.lean import as_plain
 from pliant.engine.modes import parse, pick
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import CachedRows, Prefix
-from pliant.engine.slices.slices import Slices, check_elementwise
+from pliant.engine.slices.slices import Slices, check_can_train
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
+
+_Changed = bool | None  # None: as it was
 
 
 class Engine:
@@ -55,6 +60,8 @@ class Engine:
         self.features = features
         self.slices: Slices | None = None
         self.units_are_sliced = False  # whether channels may be chosen
+        self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
+        self._ends = Ends()
         self._chosen: Hashable = None
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_batch_norms(model)
@@ -62,8 +69,7 @@ class Engine:
         self._held: Hashable = None  # the selection and mode of the captured steps that are held
         self._own_loop: CallersStep | None = None
         self.mode = Mode()
-        self._memory_is_limited, self._captures_pay = False, True
-        self._room = True  # whether what captured steps hold fits into the limit on memory
+        self._memory_is_limited, self._captures_pay, self._room = False, True, True  # see `settle`
         self._is_callers = self._no_ids = self._is_eager = False
         self._not_captured: str | None = None  # why "auto" has given up on captures
         self._reported: dict[str, str] = {}
@@ -75,14 +81,9 @@ class Engine:
     # ------------------------------------------------------------ the mode
 
     def settle(
-        self,
-        budget: Budget | None = None,
-        *,
-        room: bool | None = None,
-        own_loop: bool | None = None,
-        has_ids: bool | None = None,
-    ) -> bool:
-        """Pick the mode of the coming steps anew, after what changed. Returns whether it is another one.
+        self, budget: Budget | None = None, *, room: _Changed = None, own_loop: _Changed = None, has_ids: _Changed = None
+    ) -> None:
+        """Pick the mode of the coming steps anew, after what changed.
 
         `room`: whether what captured steps hold fits into the limit on memory. `own_loop`: whether the caller takes the steps.
         `has_ids`: whether batches name their samples, which a cache needs.
@@ -93,8 +94,7 @@ class Engine:
         self._room = self._room if room is None else room
         self._is_callers = self._is_callers if own_loop is None else own_loop
         self._no_ids = self._no_ids if has_ids is None else not has_ids
-        before, self.mode = self.mode, self._pick()
-        return before != self.mode
+        self.mode = self._pick()
 
     def is_settled(self, own_loop: bool, has_ids: bool) -> bool:
         """Whether the mode is the right one for such steps."""
@@ -111,6 +111,7 @@ class Engine:
             captures=has_room and (self._not_captured or self.why_no_capture) is None,
             custom_kernels=self._custom_kernels,
         )
+        mode = replace(mode, lean=mode.lean and "differentiates" not in self.origin)
         return Mode(lean=mode.lean) if self._is_callers else mode
 
     @property
@@ -120,6 +121,8 @@ class Engine:
             return "there is no CUDA device"
         if self._update.scaler is not None:
             return "a GradScaler reads every step's gradients"
+        if "readings" in self.origin:
+            return "which layers run is random"
         sliced = self.units_are_sliced or self.slices is not None
         return "channels are chosen" if sliced else self._graphs.refusal
 
@@ -152,9 +155,8 @@ class Engine:
             off = no_ids if self._no_ids and self._asked.may("prefix") else "the prefix engine is off"
             out["cache"] = self._prefix.reasons.get("cache", off)
         if self._asked.may("graphs") and (self._cuda or not self._asked.is_auto):
-            why = (
-                self._graphs.why_not if mode.graphs and self._graphs is not None else self._not_captured or self.why_no_capture
-            )
+            tried = self._graphs if mode.graphs else None
+            why = tried.why_not if tried is not None else self._not_captured or self.why_no_capture
             if why is None and self._memory_is_limited and not mode.graphs:
                 why = "the limit on memory leaves no room for what a captured step holds"
             if why is not None:
@@ -163,23 +165,28 @@ class Engine:
             own = [name for name in ("prefix", "graphs") if self._asked.may(name)]
             out.update(dict.fromkeys(own, "the loop is your own: session.step runs steps that way"))
         if self._not_lean:
-            out["lean"] = _as_plain(self._not_lean)
+            out["lean"] = as_plain(self._not_lean)
+        if "differentiates" in self.origin and self._asked.may("lean") and (self._memory_is_limited or not self._asked.is_auto):
+            out["lean"] = "the loss differentiates, and what is packed cannot be differentiated twice"
+        if self._ends.left_out:
+            out["input gradients"] = "gradients go to parameters alone; in a loop of your own, loss.backward() computes others"
         return out
 
     def news(self) -> list[str]:
         """What the engine does not do, each reason once."""
         now, names = self.why_not, self._not_lean - self._reported_lean
         self._reported_lean |= names
-        fresh = [f"not {name}: {why}" for name, why in now.items() if name != "lean" and self._reported.get(name) != why]
+        once = {name: why for name, why in now.items() if name != "lean" or not self._not_lean}
+        fresh = [f"not {name}: {why}" for name, why in once.items() if self._reported.get(name) != why]
         self._reported.update(now)
-        return [*fresh, f"not lean: {_as_plain(names)}"] if names else fresh
+        return [*fresh, f"not lean: {as_plain(names)}"] if names else fresh
 
     # ------------------------------------------------------------ what trains
 
     def check(self, parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> None:
         """Raise if these parts cannot be trained with this optimizer, before anything is changed."""
         if any(part.dim is not None for part in parts):
-            check_elementwise(optimizer)
+            check_can_train(optimizer, "differentiates" in self.origin)
 
     def choose_(self, parts: Iterable[Part], params: Mapping[str, nn.Parameter]) -> set[str]:
         """From now on these parts train. Returns the names of the parameters of which only a slice does."""
@@ -188,12 +195,11 @@ class Engine:
         self._prefix.reasons.pop("cache", None)  # another boundary may be cached
         old, slices = self.slices, Slices(params, parts)
         self.slices = slices if len(slices) else None
+        self._ends = Ends((params[part.param] for part in parts if part.param not in slices.parts), params.values())
         self.settle()
-        if self.slices is None:
-            return set()
-        if old is not None:
+        if self.slices is not None and old is not None:
             self.slices.carry_over(old, self.optimizer)
-        return set(self.slices.parts)
+        return set(slices.parts)
 
     def forget(self) -> None:
         """Weights or optimizer state were replaced: slices get fresh state, and nothing that was prepared counts."""
@@ -239,13 +245,14 @@ class Engine:
         """
 
         def finish(value: torch.Tensor) -> torch.Tensor:
-            self._update.backward(value)
+            self._update.backward(value, self._ends.of(value, self.leaves().values(), self.optimizer))
+            value = value.detach()  # frees what backward did not need
             if last:
                 if peak is not None:
                     peak.updating()
                 with self.stepping(self.optimizer):
                     self._update.step(self.optimizer)
-            return value.detach()
+            return value
 
         stored = self.features.stored if self.features is not None else 0
         graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None
@@ -288,7 +295,7 @@ class Engine:
         derived = frozen_scales(self._norms) if self.mode.lean else []
         if self.mode.prefix:
             if not self._prefix.knows(batch, ids, self._sliced):
-                with self._inside():
+                with self.forward():
                     self._rehearse(batch, ids)
                     self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
             derived += self._prefix.derived(batch, ids, self._sliced)
@@ -301,7 +308,7 @@ class Engine:
     ) -> torch.Tensor:
         """A captured step reads cached features and whatever else of the batch it needs; one that fills the cache is eager."""
         if not self._prefix.knows(batch, ids, self._sliced):
-            with self._inside():
+            with self.forward():
                 self._rehearse(batch, ids)
         found = self._prefix.find(batch, ids, self._sliced)
         if found is None or found.rows is None:
@@ -329,7 +336,7 @@ class Engine:
     def compute(self, function: Loss, batch: Any, ids: Any) -> torch.Tensor:
         """function(model, batch), with what needs no gradient from the cache: the same features as steps use."""
         choice = self._sliced, function  # another program than that of the loss
-        with torch.enable_grad(), self._inside():  # what needs a gradient shows where the cached part ends
+        with torch.enable_grad(), self.forward():  # what needs a gradient shows where the cached part ends
             return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
 
     def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
@@ -366,9 +373,6 @@ class Engine:
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of a forward pass; call `after` with what it gave when the pass is done."""
-        return self._inside()
-
-    def _inside(self) -> AbstractContextManager[Any]:
         return around_forward(self.mode, self.slices, self._swaps)
 
     def after(self, inside: Any) -> None:
@@ -394,7 +398,3 @@ class Engine:
         if self._own_loop is not None:
             self._own_loop.close()
             self._own_loop = None
-
-
-def _as_plain(functions: set[str]) -> str:
-    return f"{', '.join(sorted(functions))} keep what plain autograd keeps"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,8 @@ from pliant.graph.forward_trace import CARRIERS, ForwardTrace, SavedTensorNeeded
 from pliant.graph.saved_tensors import Saves, op_name
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
+from pliant.runtime.rng import rng_states, set_rng_states
+from pliant.runtime.sandbox import sandbox
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
@@ -33,7 +35,9 @@ class Node:
     gradient on. A `whole` node is a function written in Python: it computes all its gradients, whichever are needed.
     `macs`, `outputs` (elements), `made` (their bytes) and `moved` (bytes read and written) are those of its forward. The first
     node of a checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage,
-    bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs.
+    bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs. From an
+    `outward` node gradients would flow to a tensor that is no parameter of the model, such as an input that requires one: the
+    forward pass saves for it whatever is chosen.
     """
 
     op: str
@@ -48,6 +52,7 @@ class Node:
     recomputes: bool = False
     saves: Saves = ()
     lean: Saves | None = None
+    outward: bool = False
 
     @property
     def is_norm(self) -> bool:
@@ -95,6 +100,12 @@ class Graph:
     of the module nearest the loss. `inference` lists the bytes in memory during each operation of the forward pass if nothing
     is saved for backward; `gone` maps each saved storage to the operation before which it would then be freed. `shapes` maps
     every trainable parameter to its shape. `again` is what checkpoints compute twice.
+
+    `differentiates` says whether the loss itself calls autograd, as a gradient penalty does, and `all_trainable` whether it
+    does so with respect to parameters: then it fails where one is frozen.
+
+    Some models leave out layers at random. Then `seed` is what random numbers started from, and `others` are readings of other
+    graphs, each from a seed of its own.
     """
 
     nodes: tuple[Node, ...]
@@ -108,6 +119,25 @@ class Graph:
     gone: Mapping[int, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     again: tuple[Recomputed, ...] = ()
+    differentiates: bool = False
+    all_trainable: bool = False
+    seed: int | None = None
+    others: tuple[Graph, ...] = ()
+
+    @property
+    def readings(self) -> list[Graph]:
+        """This one and the others, each by itself."""
+        return [replace(self, others=()), *self.others]
+
+    def is_wired_like(self, inputs: Sequence[Sequence[str | int | None]]) -> bool:
+        """Whether nodes with these `inputs` hand their gradients on as those of this one do.
+
+        Names do not count: while a graph is read, PyTorch records other names for views; a norm has one for each mode, and a
+        custom autograd function may replace an operation, with other arguments that get no gradient.
+        """
+        own = (node.inputs for node in self.nodes)
+        mine, its = ([[one for one in each if one is not None] for each in several] for several in (own, inputs))
+        return mine == its
 
     def order(self) -> dict[str, int]:
         """For each used parameter, the node furthest from the loss that needs it."""
@@ -177,6 +207,26 @@ def walk(loss: torch.Tensor) -> list[Any]:
     return out
 
 
+def depends_on_parameter(tensor: torch.Tensor, clean: set[Any]) -> bool:
+    """Whether gradients flow from a tensor to some parameter, and not only to an input that requires one.
+
+    `clean` collects autograd nodes of which it is known that they do not, for the next call.
+    """
+    if tensor.grad_fn is None:
+        return tensor.requires_grad and isinstance(tensor, nn.Parameter)
+    stack: list[Any] = [tensor.grad_fn]
+    seen = {tensor.grad_fn}
+    while stack:
+        node = stack.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        following = {one for one, _ in node.next_functions if one is not None} - seen - clean
+        seen |= following
+        stack += following
+    clean |= seen
+    return False
+
+
 def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tuple[tuple[str | int | None, ...], bool]]:
     """For each node what receives the gradient of each of its inputs (see `Node.inputs`), and whether it is a carrier."""
     names: dict[Any, str] = {param: name for name, param in params.items()}
@@ -202,12 +252,14 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`.
     """
     params = trainable(model)
-    trace = ForwardTrace(model, batch)
+    start = rng_states()
+    trace, differentiates = ForwardTrace(model, batch), False
     try:
         with trace:
             value = compute_loss(model, loss, batch)
     except SavedTensorNeeded:
-        trace = ForwardTrace(model, batch, keep=True)
+        set_rng_states(start)
+        trace, differentiates = ForwardTrace(model, batch, keep=True), True
         with trace:
             value = compute_loss(model, loss, batch)
     live = walk(value)
@@ -218,7 +270,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         )
     trace.assign(live)
     again = tuple(Recomputed(*part) for part in trace.recomputed(live))
-    recomputing = {part.node for part in again}
+    recomputing, outward = {part.node for part in again}, _outward(live, params)
     nodes = []
     for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, params), strict=True)):
         params_here = [name for name in inputs if isinstance(name, str)]
@@ -234,6 +286,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
                 i in recomputing,
                 trace.saves(node),
                 trace.lean(node, work[1]),
+                node in outward,
             )
         )
     reached = {param for node in nodes for param in node.params}
@@ -243,19 +296,49 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         {name: param.numel() * param.element_size() for name, param in params.items()},
         tuple(name for name in params if name not in reached),
         kinds,
-        _head(nodes, params),
+        _head(_last_uses(nodes) if differentiates else nodes, params),
         tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
         sum(one.macs for several in trace.executed.values() for one in several),
         *trace.memory(),
         shapes={name: tuple(param.shape) for name, param in params.items()},
         again=again,
+        differentiates=differentiates,
+        all_trainable=differentiates and _needs_all(model, loss, batch),
     )
+
+
+def _needs_all(model: nn.Module, loss: Loss, batch: Any) -> bool:
+    """Whether a loss that differentiates fails where nothing is trainable."""
+    with sandbox(model, train=()):
+        try:
+            loss(model, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            return True
+    return False
+
+
+def _outward(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> set[Any]:
+    """The nodes from which gradients flow to a tensor that is none of these parameters."""
+    own, out = {id(param) for param in params.values()}, set[Any]()
+    for node in reversed(live):
+        for following, _ in node.next_functions:
+            if following in out or (hasattr(following, "variable") and id(following.variable) not in own):
+                out.add(node)
+    return out
 
 
 def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
     """Whether a node has a matrix to train and no MACs, and is not known to have none."""
     cheap = node.carrier or node.macs or node.op in _CHEAP or node.is_norm
     return not cheap and any(params[name].dim() > 1 for name in node.params)
+
+
+def _last_uses(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes behind which a parameter is not used again. Where a loss differentiates, others may belong to its gradient."""
+    last = {param: i for i, node in enumerate(nodes) for param in node.params}
+    return [nodes[i] for i in sorted(set(last.values()))]
 
 
 def _head(nodes: Sequence[Node], params: dict[str, nn.Parameter]) -> tuple[str, ...]:

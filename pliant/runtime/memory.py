@@ -109,6 +109,20 @@ class LiveBytes(TorchDispatchMode):
             self._bytes -= size
 
 
+def inference_peak(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Peak live bytes of a pass without gradients; None where it needs them, since the loss itself differentiates."""
+    live = LiveBytes(device)
+    live.forget()
+    try:
+        with live, torch.no_grad():
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+    return live.peak
+
+
 class _Shape(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]

@@ -100,6 +100,11 @@ class Loop:
         """What steps cost in the mode that they run in."""
         return self.controller.prices(self.engine.mode)
 
+    @property
+    def freezes(self) -> bool:
+        """Whether what is not chosen is frozen: not where the loss differentiates with respect to parameters."""
+        return self.controller.profile is None or self.controller.profile.origin.get("differentiates") != "parameters"
+
     def note(self, text: str) -> None:
         self.log.write("note", step=self.steps, text=text)
 
@@ -127,6 +132,12 @@ class Loop:
         if not self.engine.is_settled(own_loop=True, has_ids=False):
             self.settle(own_loop=True, has_ids=False)
         self._prepare(batch, nullcontext)
+        if not self.freezes and len(self.selection.params) < len(self.params):
+            self.laps.drop()
+            raise ValueError(
+                "the loss differentiates with respect to parameters, so those that are not chosen stay trainable, and "
+                "loss.backward() would reach them: use session.step."
+            )
         if self.engine.slices is not None and self.update.scaler is not None:
             self.laps.drop()
             raise ValueError("a GradScaler cannot unscale slices of parameters in a loop of your own: use session.step.")
@@ -197,6 +208,7 @@ class Loop:
                 self.controller.units = ()  # the next step measures again
                 raise
             self.engine.units_are_sliced = any(part.dim is not None for unit in self.controller.units for part in unit.parts)
+            self.engine.origin = self.profile.origin
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
 
@@ -258,10 +270,8 @@ class Loop:
             return None
         self.engine.make_room()
         with self.time.not_training("choosing"):
-            try:
-                return inference_bytes(self.model, self.loss, batch)
-            except RuntimeError:  # a loss that needs gradients
-                return self.profile.inference
+            measured = inference_bytes(self.model, self.loss, batch)
+            return self.profile.inference if measured is None else measured
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
         self.norms.hold_(self.params, chosen, limited=self.budget != Budget())
@@ -311,6 +321,7 @@ class Loop:
             windows=self.controller.windows(self.progress, self.engine.mode, piece),
             around=partial(around_forward, self.engine.mode),
             pieces=self._probe_on,
+            freeze=self.freezes,
         )
         self.engine.make_room()  # what lasts, like optimizer state, should not lie among what a probe has freed
         return values
@@ -338,6 +349,8 @@ class Loop:
     def apply_(self, selection: Selection) -> None:
         sliced = self.engine.choose_(selection.parts, self.params)
         apply_(self.params, self.engine.optimizer, selection.params - sliced, self._state_rule)
+        if not self.freezes:
+            restore_(self.found)
 
     @property
     def _state_rule(self) -> Literal["keep", "drop"]:

@@ -40,6 +40,7 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.controller.load(state, loop.progress)
     loop.norms.load(state["norms"])
     loop.engine.forget()
+    loop.engine.origin = loop.controller.profile.origin if loop.controller.profile is not None else {}
     has_room = not loop.engine.could_capture or loop.controller.has_room(loop.budget, loop.progress, loop.engine.mode)
     loop.engine.settle(loop.budget, room=has_room)  # what is saved has its prices
     if loop.budget.energy is not None and loop.controller.profile is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant.graph.backward import depends_on_parameter
 from pliant.runtime import batches
 from pliant.runtime.batches import Pieces
 
@@ -44,6 +45,7 @@ def potentials(
     along: dict[str, torch.Tensor] = {}  # w·g, of parameters that no module's output shows
     through_modules: set[str] = set()
     first: set[str] = set()  # parameters of modules with nothing trainable before them
+    clean: set[Any] = set()  # autograd nodes with no parameter behind them
     samples = 0
 
     def on_output(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -51,7 +53,7 @@ def potentials(
         if out is None or not out.requires_grad or out.dim() < 2:
             return
         through_modules.update(own[module])
-        if not any(given.requires_grad for given in batches.tensors(inputs)):
+        if not any(depends_on_parameter(given, clean) for given in batches.tensors(inputs)):
             first.add(min((name for name in own[module] if name in params), key=lambda name: params[name].numel()))
         if own[module][0] not in params:  # another window's
             return
@@ -81,6 +83,7 @@ def potentials(
                 squares[module] = squares.get(module, 0) + total.square().sum(dim=0)
                 counts[module] = counts.get(module, 0) + total.shape[0]
             sums.clear()
+            clean.clear()
     finally:
         for handle in handles:
             handle.remove()

@@ -45,6 +45,7 @@ def probe(
     windows: Sequence[Sequence[str]] | None = None,
     around: Around = nullcontext,
     pieces: Pieces | None = None,
+    freeze: bool = True,
 ) -> dict[Unit, float]:
     """The value of every unit on one batch. Leaves no trace.
 
@@ -53,8 +54,8 @@ def probe(
 
     Gradients stream: each is scored and freed as it appears. With `windows`, parameters are scored window by window, each in
     passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
-    `around()`. `scale` (a GradScaler's) multiplies the loss and is divided out of the gradients again. A unit whose gradient is
-    not finite gets NaN; a loss that is not finite is a `ProbeError`.
+    `around()`. Without `freeze`, no parameter is frozen meanwhile. `scale` (a GradScaler's) multiplies the loss and is divided
+    out of the gradients again. A unit whose gradient is not finite gets NaN; a loss that is not finite is a `ProbeError`.
     """
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
@@ -69,12 +70,12 @@ def probe(
 
     parts: Pieces = [batch] if pieces is None else pieces
     update = _updater(optimizer, params)
-    with sandbox(model, train=names):
+    with sandbox(model, train=names if freeze else None):
         start = rng_states()
         for window in [names] if windows is None else windows:
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
-            for name in names:
+            for name in names if freeze else ():
                 params[name].requires_grad_(name in chosen)
             stream = _Stream(model, loss, scale, chosen, around)
             if signal.needs == "activation":

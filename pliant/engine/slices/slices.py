@@ -24,13 +24,18 @@ from pliant.engine.slices.sliced_gradients import Convolution, Index, Linear, Se
 from pliant.runtime.trainable import ELEMENTWISE
 
 
-def check_elementwise(optimizer: optim.Optimizer) -> None:
-    """Refuse an optimizer that is not known to update every element independently."""
+def check_can_train(optimizer: optim.Optimizer, differentiates: bool = False) -> None:
+    """Refuse an optimizer that is not known to update every element independently, and a loss that differentiates."""
     if type(optimizer) not in ELEMENTWISE:  # a class that inherits from one of them may do anything
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ValueError(
             f"{type(optimizer).__name__} cannot train slices of a parameter: it is not known to update every element "
             f"independently. Use one of {known}, or choose whole parameters: units.layers() instead of units.channels()."
+        )
+    if differentiates:
+        raise ValueError(
+            "the loss differentiates, and gradients of slices cannot be differentiated twice: choose whole parameters, "
+            "units.layers() instead of units.channels()."
         )
 
 
@@ -165,7 +170,7 @@ class Slices:
         Clipping, scaling and stepping go inside. Afterwards the groups and `optimizer.state` are restored, whole parameters
         have the new values, and the optimizer state of the slices is stored here; also if a step raises.
         """
-        check_elementwise(optimizer)
+        check_can_train(optimizer)
         placed: list[tuple[list[Any], int, _Slice, nn.Parameter]] = []
         try:
             for group in optimizer.param_groups:
