@@ -24,7 +24,7 @@ from pliant.graph.backward import Graph, read, trainable
 from pliant.runtime.sandbox import sandbox
 from pliant.runtime.trainable import apply_, found, restore_
 
-SHARE = {"tied": 0.9, "two_inputs": 0.8}  # where 0.7 of a full step lies below the floor
+SHARE = {"two_inputs": 0.8}  # where 0.7 of a full step lies below the floor
 OFTEN = schedule.every(steps=2)
 LENGTH = 7  # steps of a run
 

@@ -92,7 +92,7 @@ class Graph:
 
     `forward_macs` also counts operations without a node. `params` maps every trainable parameter to its number of bytes,
     `unused` names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters
-    of the module nearest the loss. `inference` lists the bytes in memory during each operation of the forward pass if nothing
+    of the module nearest the loss, tied ones left out. `inference` lists the bytes in memory during each operation of the forward pass if nothing
     is saved for backward; `gone` maps each saved storage to the operation before which it would then be freed. `shapes` maps
     every trainable parameter to its shape. `again` is what checkpoints compute twice.
     """
@@ -258,18 +258,33 @@ def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
     return not cheap and any(params[name].dim() > 1 for name in node.params)
 
 
-def _head(nodes: Sequence[Node], params: dict[str, nn.Parameter]) -> tuple[str, ...]:
-    """All parameters of the module nearest the loss.
+def _head(nodes: Sequence[Node], params: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+    """All parameters of the module nearest the loss, but for tied ones: to train those takes a longer backward pass.
 
     A parameter of the whole model (a learnable temperature, say) may be nearer, but is no head by itself. It is included, and
     the search goes on to the first module or matrix product.
     """
     head: list[str] = []
     for node in nodes:
-        if node.params:
-            head += node.params
-            mates = {owner(param) for param in node.params} - {""}
+        found = [param for param in node.params if not _is_tied(nodes, param)]
+        if found:
+            head += found
+            mates = {owner(param) for param in found} - {""}
             if mates or node.macs:
-                head += [name for name in params if owner(name) in mates]
+                head += [name for name in params if owner(name) in mates and not _is_tied(nodes, name)]
                 break
     return tuple(dict.fromkeys(head))
+
+
+def _is_tied(nodes: Sequence[Node], param: str) -> bool:
+    """Whether a parameter is used again further from the loss, with parameters of other modules in between."""
+    behind: dict[int, bool] = {}  # nodes behind a use of it → whether other modules' parameters lie in between
+    for i, node in enumerate(nodes):
+        uses = param in node.params
+        if uses and behind.get(i):
+            return True
+        if uses or i in behind:
+            passed = behind.get(i, False) or (not uses and any(owner(other) != owner(param) for other in node.params))
+            for following in node.data:
+                behind[following] = behind.get(following, False) or passed
+    return False

@@ -153,7 +153,11 @@ def full() -> Policy:
 
 
 def head() -> Policy:
-    """The module nearest the loss, and nothing else."""
+    """The module nearest the loss, and nothing else.
+
+    Tied weights are no head: where the output matrix is also the embedding, the head is the module before it. To train the
+    matrix too, name it: `only("*embed*")`.
+    """
     return Policy(units.tensors(), score.nearness(), counted, solve.fixed(), name="head")
 
 
