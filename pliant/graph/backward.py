@@ -21,6 +21,7 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
+_PARAMETER_LISTS = frozenset(("ParameterList", "ParameterDict"))
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
 
 
@@ -122,6 +123,13 @@ class Graph:
 def owner(param: str) -> str:
     """The module that a parameter is registered in."""
     return param.rpartition(".")[0]
+
+
+def layer_of(param: str, modules: Mapping[str, str]) -> str:
+    """The layer that a parameter belongs to: its module. The parameters of the model itself, and those of a ParameterList or
+    ParameterDict, are layers of their own."""
+    module = owner(param)
+    return module if module and modules.get(module) not in _PARAMETER_LISTS else param
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -243,7 +251,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         {name: param.numel() * param.element_size() for name, param in params.items()},
         tuple(name for name in params if name not in reached),
         kinds,
-        _head(nodes, params),
+        _head(nodes, params, kinds),
         tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
         sum(one.macs for several in trace.executed.values() for one in several),
         *trace.memory(),
@@ -258,33 +266,34 @@ def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
     return not cheap and any(params[name].dim() > 1 for name in node.params)
 
 
-def _head(nodes: Sequence[Node], params: Mapping[str, nn.Parameter]) -> tuple[str, ...]:
+def _head(nodes: Sequence[Node], params: Mapping[str, nn.Parameter], modules: Mapping[str, str]) -> tuple[str, ...]:
     """All parameters of the module nearest the loss, but for tied ones: to train those takes a longer backward pass.
 
     A parameter of the whole model (a learnable temperature, say) may be nearer, but is no head by itself. It is included, and
     the search goes on to the first module or matrix product.
     """
+    layers = {name: layer_of(name, modules) for name in params}
     head: list[str] = []
     for node in nodes:
-        found = [param for param in node.params if not _is_tied(nodes, param)]
+        found = [param for param in node.params if not _is_tied(nodes, param, layers)]
         if found:
             head += found
-            mates = {owner(param) for param in found} - {""}
+            mates = {layers[param] for param in found if layers[param] != param}
             if mates or node.macs:
-                head += [name for name in params if owner(name) in mates and not _is_tied(nodes, name)]
+                head += [name for name in params if layers[name] in mates and not _is_tied(nodes, name, layers)]
                 break
     return tuple(dict.fromkeys(head))
 
 
-def _is_tied(nodes: Sequence[Node], param: str) -> bool:
-    """Whether a parameter is used again further from the loss, with parameters of other modules in between."""
-    behind: dict[int, bool] = {}  # nodes behind a use of it → whether other modules' parameters lie in between
+def _is_tied(nodes: Sequence[Node], param: str, layers: Mapping[str, str]) -> bool:
+    """Whether a parameter is used again further from the loss, with parameters of other layers in between."""
+    behind: dict[int, bool] = {}  # nodes behind a use of it → whether parameters of other layers lie in between
     for i, node in enumerate(nodes):
         uses = param in node.params
         if uses and behind.get(i):
             return True
         if uses or i in behind:
-            passed = behind.get(i, False) or (not uses and any(owner(other) != owner(param) for other in node.params))
+            passed = behind.get(i, False) or (not uses and any(layers[other] != layers[param] for other in node.params))
             for following in node.data:
                 behind[following] = behind.get(following, False) or passed
     return False
