@@ -93,9 +93,9 @@ class Graph:
 
     `forward_macs` also counts operations without a node. `params` maps every trainable parameter to its number of bytes,
     `unused` names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters
-    of the module nearest the loss, tied ones left out. `inference` lists the bytes in memory during each operation of the forward pass if nothing
-    is saved for backward; `gone` maps each saved storage to the operation before which it would then be freed. `shapes` maps
-    every trainable parameter to its shape. `again` is what checkpoints compute twice.
+    of the module nearest the loss, tied ones left out. `inference` lists the bytes in memory during each operation of the
+    forward pass if nothing is saved for backward; `gone` maps each saved storage to the operation before which it would then
+    be freed. `shapes` maps every trainable parameter to its shape. `again` is what checkpoints compute twice.
     """
 
     nodes: tuple[Node, ...]
