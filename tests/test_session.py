@@ -1031,6 +1031,33 @@ def test_an_optimizer_that_was_emptied_is_noticed() -> None:
         assert session.progress.step == 2
 
 
+@pytest.mark.parametrize("policy", [recipes.full(), fixed("*"), by_gain(schedule.every(steps=1), Budget(time=0.9))])
+def test_what_the_optimizer_does_not_hold_is_never_chosen_and_that_is_said_once(policy: Policy, tmp_path: Path) -> None:
+    model, log = make(), tmp_path / "run.jsonl"
+    optimizer = torch.optim.SGD([*model.layers[2:].parameters(), model.head.weight], lr=0.1)
+    held = {name for name, p in model.named_parameters() if any(p is q for q in optimizer.param_groups[0]["params"])}
+    before = snapshot(model)["weights"]
+    with Session(model, optimizer, classify, on_steady_device(policy), log=log) as session:
+        with pytest.warns(UserWarning, match=r"'head.bias' is in no param group of the optimizer, nor are 4 more parameters"):
+            session.step(data()[0])
+        session.step(data()[1])
+        assert {name for unit in session.units for name in unit.params} == held
+        assert session.selection.params <= held
+    after = snapshot(model)["weights"]
+    assert {name for name in before if not torch.equal(before[name], after[name])} <= held
+    assert log.read_text().count("in no param group") == 1
+
+
+def test_a_replaced_optimizer_that_holds_less_narrows_the_choice() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, fixed("head.*")) as session:
+        session.step(data()[0])
+        with pytest.warns(UserWarning, match="in no param group"):
+            session.optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        assert {name for unit in session.units for name in unit.params} == {"head.weight", "head.bias"}
+        session.step(data()[1])
+
+
 # ---------------------------------------------------------------- what is refused, and survived
 
 
@@ -1047,8 +1074,10 @@ def all_of(model: nn.Module) -> torch.optim.Optimizer:
     return sgd(model)
 
 
-def without_head(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.a.parameters(), lr=0.1)
+def over_nothing(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = sgd(model)
+    optimizer.param_groups[0]["params"].clear()
+    return optimizer
 
 
 def two_numbers(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -1069,7 +1098,7 @@ REFUSED_AT_THE_FIRST_STEP: dict[str, dict[str, Any]] = {
     },
     "energy": {"policy": by_gain(schedule.once(), Budget(energy=0.5)), "error": MeterError, "says": "energy"},
     "empty batch": {"batch": no_sample(), "error": ValueError, "says": "batch is empty"},
-    "not in the optimizer": {"optimizer": without_head, "error": ValueError, "says": "no param group"},
+    "not in the optimizer": {"optimizer": over_nothing, "error": ValueError, "says": "no param group"},
     "unknown unit": {"policy": fixed("nowhere.*"), "error": ValueError, "says": "no unit matches 'nowhere"},
     "unknown always": {"policy": replace(GAIN, always=("nowhere",)), "error": ValueError, "says": "no unit matches 'nowhere'"},
     "NaN loss": {"batch": not_a_number(), "error": ProbeError, "says": "nan"},

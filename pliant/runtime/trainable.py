@@ -34,10 +34,16 @@ def apply_(
     torch.clear_autocast_cache()  # it may hold casts of weights made under the old choice
 
 
+def in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> set[str]:
+    """Names of the parameters that the optimizer holds."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {name for name, param in among.items() if id(param) in held}
+
+
 def check_in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, chosen: Collection[str]) -> None:
     """A parameter that is chosen but unknown to the optimizer would be paid for and never move: refuse it."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [name for name in chosen if id(among[name]) not in held]
+    held = in_groups(among, optimizer)
+    missing = [name for name in chosen if name not in held]
     if missing:
         raise ValueError(
             f"{missing[0]!r} was chosen but is in no param group of the optimizer ({len(missing)} of {len(chosen)} chosen are "
