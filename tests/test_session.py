@@ -796,6 +796,69 @@ def test_fit_with_fewer_batches_than_were_promised() -> None:
         session.fit(data(3), epochs=2)
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data(self.count))
+
+
+def test_fit_reads_a_loader_without_a_length_to_its_end() -> None:
+    ends: list[Any] = []
+    for fit in (True, False):
+        model = make(Normed)
+        optimizer = adamw(model)
+        policy = on_steady_device(recipes.random(time=0.8, when=schedule.every(steps=3)))
+        loader = torch.utils.data.DataLoader(Stream(5), batch_size=None)
+        torch.manual_seed(1)
+        with Session(model, optimizer, classify, policy, accumulate=2) as session:
+            if fit:
+                means = session.fit(loader, epochs=3)  # of five batches, the last is too few for a step
+                assert len(means) == 3
+                assert session.total_steps is None
+            else:
+                for _ in range(3):
+                    for batch in data(4):
+                        session.step(batch)
+            assert session.progress.step == 6
+            ends.append([snapshot(model, optimizer), session.selection])
+    assert differences(*ends) == []
+
+
+def test_fit_knows_the_length_of_a_stream_if_it_is_given() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, fixed("head.*"), steps_per_epoch=3) as session:
+        session.fit(torch.utils.data.DataLoader(Stream(5), batch_size=None), epochs=2)
+        assert (session.progress.step, session.total_steps) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stream", "says"),
+    [
+        (fixed("head.*"), iter(data(3)), "only once"),
+        (fixed("head.*"), Stream(0), "gave 0 batches in epoch 1"),
+        (on_steady_device(recipes.elastic_layers(time=0.9)), Stream(3), "steps_per_epoch"),
+        (on_steady_device(recipes.freeze_out()), Stream(3), "total_steps"),
+    ],
+    ids=["a generator", "nothing in it", "a schedule of epochs", "a schedule of the whole run"],
+)
+def test_what_fit_cannot_do_without_a_length_is_said(policy: Policy, stream: Any, says: str) -> None:
+    model = make()
+    with Session(model, sgd(model), classify, policy) as session, pytest.raises(ValueError, match=says):
+        session.fit(stream, epochs=2)
+
+
+def test_fit_cannot_go_on_in_a_stream_of_unknown_length() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, fixed("head.*")) as session:
+        session.fit(Stream(3), epochs=1)
+        with pytest.raises(ValueError, match="the epoch of step 3 is unknown: give Session steps_per_epoch"):
+            session.fit(Stream(3), epochs=2)
+
+
 # ---------------------------------------------------------------- log, checkpoint
 
 

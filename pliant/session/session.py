@@ -241,13 +241,18 @@ class Session:
     def fit(self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None) -> list[float]:
         """Train up to epoch `epochs`, counted from the session's first step; a resumed session goes on where it stopped.
 
-        Returns the mean loss of each epoch that it ran.
+        Returns the mean loss of each epoch that it ran. A loader without a length (that of an `IterableDataset`) is read to
+        its end in every epoch; a session that knows `steps_per_epoch` reads no more than that.
         """
         accumulate = self.update.accumulate
         if self.steps_per_epoch is None:
-            self.steps_per_epoch = len(loader) // accumulate
+            try:
+                length = len(loader)
+            except TypeError:
+                return self._fit_stream(loader, epochs, on_step)
+            self.steps_per_epoch = length // accumulate
             if not self.steps_per_epoch:
-                raise ValueError(f"the loader has {len(loader)} batches, and accumulate={accumulate} takes more for one step.")
+                raise ValueError(f"the loader has {length} batches, and accumulate={accumulate} takes more for one step.")
         if self.total_steps is None:
             self.total_steps = epochs * self.steps_per_epoch
         means = []
@@ -262,6 +267,30 @@ class Session:
                 raise ValueError(
                     f"the loader ended after {done + len(losses)} batches, but steps_per_epoch={self.steps_per_epoch} with "
                     f"accumulate={accumulate} needs {self.steps_per_epoch * accumulate}."
+                )
+            means.append(float(torch.stack(losses).float().mean()))
+        return means
+
+    def _fit_stream(
+        self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None
+    ) -> list[float]:
+        """`fit` where nobody knows the length of an epoch. Batches at its end that are too few for a step are left out."""
+        if self._loop.steps:
+            raise ValueError(
+                f"the loader has no length, so the epoch of step {self._loop.steps} is unknown: give Session steps_per_epoch=…"
+            )
+        means: list[float] = []
+        for _ in range(epochs):
+            losses, batches = [], iter(loader)
+            while len(step := list(islice(batches, self.update.accumulate))) == self.update.accumulate:
+                for batch in step:
+                    losses.append(self.step(batch))
+                    if on_step is not None:
+                        on_step(self.progress, losses[-1])
+            if not losses:
+                raise ValueError(
+                    f"the loader gave {len(step)} batches in epoch {len(means) + 1}, and a step takes {self.update.accumulate}. "
+                    f"A generator can be read only once: give a loader that begins again in every epoch."
                 )
             means.append(float(torch.stack(losses).float().mean()))
         return means
