@@ -812,16 +812,15 @@ def test_fit_reads_a_loader_without_a_length_to_its_end() -> None:
         model = make(Normed)
         optimizer = adamw(model)
         policy = on_steady_device(recipes.random(time=0.8, when=schedule.every(steps=3)))
-        loader = torch.utils.data.DataLoader(Stream(5), batch_size=None)
         torch.manual_seed(1)
         with Session(model, optimizer, classify, policy, accumulate=2) as session:
             if fit:
-                means = session.fit(loader, epochs=3)  # of five batches, the last is too few for a step
+                means = session.fit(Stream(5), epochs=3)  # of five batches, the last is too few for a step
                 assert len(means) == 3
                 assert session.total_steps is None
             else:
                 for _ in range(3):
-                    for batch in data(4):
+                    for batch in data(5)[:4]:
                         session.step(batch)
             assert session.progress.step == 6
             ends.append([snapshot(model, optimizer), session.selection])

@@ -289,7 +289,7 @@ class Session:
                         on_step(self.progress, losses[-1])
             if not losses:
                 raise ValueError(
-                    f"the loader gave {len(step)} batches in epoch {len(means) + 1}, and a step takes {self.update.accumulate}. "
+                    f"the loader gave {len(step)} batches in epoch {len(means) + 1}; a step takes {self.update.accumulate}. "
                     f"A generator can be read only once: give a loader that begins again in every epoch."
                 )
             means.append(float(torch.stack(losses).float().mean()))
