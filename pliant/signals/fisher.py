@@ -58,7 +58,7 @@ def potentials(
         activation = out.detach().clone()  # a copy: what follows may work in place
 
         def on_out_grad(grad: torch.Tensor) -> None:
-            product = (activation * grad * (share / scale)).float().movedim(_channel_dim(module, activation), 1)
+            product = (activation.conj() * grad * (share / scale)).real.float().movedim(_channel_dim(module, activation), 1)
             per_channel = product.reshape(product.shape[0], product.shape[1], -1).sum(dim=2)
             sums[module] = sums[module] + per_channel if module in sums else per_channel
 
@@ -66,7 +66,7 @@ def potentials(
 
     def on_grad(name: str, grad: torch.Tensor) -> None:
         if name not in through_modules:
-            product = (params[name].detach() * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1)
+            product = (params[name].detach().conj() * grad).real.float().reshape(grad.shape[0] if grad.dim() else 1, -1)
             along[name] = along.get(name, 0) + share * product.sum(dim=1)
 
     def into() -> list[torch.Tensor]:
