@@ -1100,7 +1100,7 @@ def test_what_the_optimizer_does_not_hold_is_never_chosen_and_that_is_said_once(
     held = {name for name, p in model.named_parameters() if any(p is q for q in optimizer.param_groups[0]["params"])}
     before = snapshot(model)["weights"]
     with Session(model, optimizer, classify, on_steady_device(policy), log=log) as session:
-        with pytest.warns(UserWarning, match=r"'head.bias' is in no param group of the optimizer, nor are 4 more parameters"):
+        with pytest.warns(UserWarning, match=r"'head.bias' is in no param group of the optimizer \(5 such parameters\)"):
             session.step(data()[0])
         session.step(data()[1])
         assert {name for unit in session.units for name in unit.params} == held
@@ -1474,3 +1474,105 @@ def test_a_cache_that_cannot_serve_is_not_priced() -> None:
             session.step(batch, ids=range(len(batch[0])))
         assert "cache" in session.why_not and session.engine == "prefix"
         assert session.selection.cost.macs == session.profile.on(Mode(prefix=True)).cost(session.selection.units).macs
+
+
+# ---------------------------------------------------------------- optimizers that evaluate the loss themselves
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+
+
+class WithClosure(torch.optim.SGD):
+    """Goes to where the gradient leads, and steps from there: it cannot do without a closure."""
+
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            value = closure()
+            closure()
+        super().step()
+        return value
+
+
+@pytest.mark.parametrize("make_optimizer", [lbfgs, lambda model: WithClosure(model.parameters(), lr=0.1)])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("trains", ["*", "head.*"])
+def test_a_step_with_a_closure_is_that_of_plain_pytorch(make_optimizer: Any, clip: float | None, trains: str) -> None:
+    ours, plain = make().double(), make().double()
+    doubled = [(x.double(), y) for x, y in data(4)]
+    with Session(ours, make_optimizer(ours), classify, recipes.only(trains), clip=clip) as session:
+        losses = [float(session.step(batch)) for batch in doubled]
+    for name, param in plain.named_parameters():
+        param.requires_grad_(trains == "*" or name.startswith("head"))
+    optimizer, expected = make_optimizer(plain), []
+    for batch in doubled:
+
+        def closure(batch: Batch = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            value = classify(plain, batch)
+            value.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], clip)
+            return value
+
+        expected.append(float(optimizer.step(closure).detach()))
+    assert losses == expected
+    assert differences(snapshot(ours)["weights"], snapshot(plain)["weights"]) == []
+
+
+def test_a_budget_or_an_optimizer_that_do_not_go_together_are_refused() -> None:
+    model = make()
+    with Session(model, lbfgs(model), classify, recipes.head()) as session:
+        session.step(data()[0])
+        with pytest.raises(ValueError, match="no budget can be kept"):
+            session.budget = Budget(macs=0.9)
+        session.optimizer = sgd(model)
+        session.budget = Budget(macs=0.9)
+        with pytest.raises(ValueError, match="no budget can be kept"):
+            session.optimizer = lbfgs(model)
+        session.step(data()[1])
+
+
+def test_lbfgs_moves_nothing_that_is_no_longer_chosen() -> None:
+    model = make()
+    with Session(model, lbfgs(model), classify, recipes.badam(steps=2)) as session:
+        for batch in data(8):
+            before = snapshot(model)["weights"]
+            session.step(batch)
+            after = snapshot(model)["weights"]
+            assert {name for name in before if not torch.equal(before[name], after[name])} <= session.selection.params
+
+
+def test_lbfgs_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole, cut, resumed = make(), make(), make(seed=3)
+    policy = recipes.badam(steps=3)
+    with Session(whole, lbfgs(whole), classify, policy) as session:
+        for batch in data(8):
+            session.step(batch)
+    with Session(cut, lbfgs(cut), classify, policy) as session:
+        for batch in data(8)[:5]:
+            session.step(batch)
+        session.save(tmp_path / "run.pt")
+    with Session(resumed, lbfgs(resumed), classify, policy) as session:
+        session.load(tmp_path / "run.pt")
+        for batch in data(8)[5:]:
+            session.step(batch)
+    assert differences(snapshot(whole)["weights"], snapshot(resumed)["weights"]) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "how", "says"),
+    [
+        (recipes.last(time=0.9), {}, "what a step costs is unknown.*Use a recipe without one"),
+        (replace(recipes.full(), budget=Budget(macs=1.0)), {}, "what a step costs is unknown.*Use a recipe without one"),
+        (replace(recipes.pliant(), cost=counted), {}, r"its update gain is unknown\. Use another signal"),
+        (recipes.full(), {"accumulate": 2}, "neither with a GradScaler nor with accumulate=2"),
+    ],
+)
+def test_what_a_closure_cannot_do_is_refused(policy: Policy, how: Any, says: str) -> None:
+    model = make()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=says), Session(model, lbfgs(model), classify, policy, **how) as session:
+        for batch in data(2):
+            session.step(batch)
+    assert differences(before, snapshot(model)) == []

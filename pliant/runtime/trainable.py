@@ -25,13 +25,20 @@ def apply_(
     if unknown:
         raise ValueError(f"cannot choose {unknown[0]!r}: the model has no trainable parameter of that name.")
     check_in_groups(among, optimizer, chosen)
+    drops = state == "drop" and not isinstance(optimizer, torch.optim.LBFGS)  # `forget_history_` does it there
     for name, param in among.items():
         param.requires_grad_(name in chosen)
         if name not in chosen:
             param.grad = None
-            if state == "drop":
+            if drops:
                 optimizer.state.pop(param, None)
     torch.clear_autocast_cache()  # it may hold casts of weights made under the old choice
+
+
+def forget_history_(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, chosen: Collection[str]) -> None:
+    """Before others are chosen: LBFGS has one history of all parameters, which would go on moving those that freeze."""
+    if isinstance(optimizer, torch.optim.LBFGS) and any(param.requires_grad != (n in chosen) for n, param in among.items()):
+        optimizer.state.clear()
 
 
 def in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> set[str]:

@@ -29,7 +29,7 @@ from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.trainable import apply_, check_in_groups, found, in_groups, restore_
+from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, found, in_groups, restore_
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
@@ -209,8 +209,7 @@ class Loop:
         self.controller.keep_only(held)
         if not missing:
             return None
-        text = f"{missing[0]!r} is in no param group of the optimizer"
-        text += f", nor are {len(missing) - 1} more parameters" if len(missing) > 1 else ""
+        text = f"{missing[0]!r} is in no param group of the optimizer ({len(missing)} such parameters)"
         if not self.controller.units:
             raise ValueError(f"nothing can be chosen: {text}. Build the optimizer over the model's parameters.")
         warnings.warn(f"{text}: never chosen. Build the optimizer over all parameters to change that.", stacklevel=2)
@@ -339,6 +338,7 @@ class Loop:
         self.read_steps()
         measured = self.laps.median()
         before = self.engine.mode
+        forget_history_(self.params, self.engine.optimizer, selection.params)
         self.apply_(selection)
         if self.engine.mode != before:
             selection = replace(selection, cost=self.profile.cost(selection.units))

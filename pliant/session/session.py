@@ -21,7 +21,7 @@ from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
-from pliant.runtime.optimizer_step import Update
+from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.sample_ids import ids_of
 from pliant.session import checkpoint, resume
 from pliant.session.controller import Controller
@@ -96,6 +96,7 @@ class Session:
             cache = Features(cache)
         if cache is not None and not isinstance(cache, Features):
             raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
+        _check_cost_is_known(optimizer, policy.budget)
         earlier = _OPEN[model]() if model in _OPEN else None
         if earlier is not None:
             earlier.close()
@@ -203,6 +204,7 @@ class Session:
         self._check_open()
         if not isinstance(budget, Budget):
             raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
+        _check_cost_is_known(self.optimizer, budget)
         self._loop.change_budget(budget)
 
     @property
@@ -213,6 +215,7 @@ class Session:
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_open()
+        _check_cost_is_known(optimizer, self.budget)
         self._loop.use_optimizer(optimizer)
 
     def _repr_html_(self) -> str:
@@ -378,3 +381,12 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_cost_is_known(optimizer: torch.optim.Optimizer, budget: Budget) -> None:
+    """Refuse a budget for steps that evaluate the loss as often as the optimizer likes."""
+    if needs_closure(optimizer) and budget != Budget():
+        raise ValueError(
+            f"{type(optimizer).__name__} takes a closure, which it evaluates several times in a step: what a step costs is "
+            f"unknown, and no budget can be kept. Use a recipe without one (full, head, lisa, badam), or another optimizer."
+        )
