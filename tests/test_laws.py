@@ -98,7 +98,10 @@ def test_a_model_without_biases_says_so() -> None:
     case = ZOO["functional"]
     model, loss, batch = case.make()
     before = snapshot(model)
-    with Session(model, sgd(model), loss, policy_for("bias", case)) as session, pytest.raises(ValueError, match=r"'\*bias'"):
+    with (
+        Session(model, sgd(model), loss, policy_for("bias", case)) as session,
+        pytest.raises(ValueError, match="this model has no bias"),
+    ):
         session.step(batch)
     assert differences(before, snapshot(model)) == []
 

@@ -119,6 +119,20 @@ class Graph:
                     deepest[param] = i
         return deepest
 
+    def transposed(self) -> tuple[str, ...]:
+        """Weights that are stored as (inputs, outputs) and multiplied as they are, as in `Conv1D` of transformers."""
+        as_is: set[str] = set()
+        otherwise: set[str] = set()
+        for node in self.nodes:
+            for param in node.params:
+                if node.carrier:
+                    otherwise |= {param} if node.op != "ToCopy" else set()
+                elif node.op in ("Mm", "Addmm") and node.inputs[-1] == param and param not in node.inputs[:-1]:
+                    as_is.add(param)
+                else:
+                    otherwise.add(param)
+        return tuple(param for param in self.params if param in as_is - otherwise)
+
 
 def owner(param: str) -> str:
     """The module that a parameter is registered in."""

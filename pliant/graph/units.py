@@ -91,10 +91,11 @@ def channels(
 ) -> Units:
     """Groups of neighbouring channels of every convolution and linear layer: slices of its weight along its outputs or inputs.
 
-    Slices of outputs include their part of the bias; with slices of inputs, biases are in no unit. In a weight with several
-    groups, a slice of inputs is the same channels of each group. Depthwise convolutions have one input per group, so their
-    slices are along the outputs; without `depthwise`, they are left out. Everything else (norms, embeddings, layers that the
-    loss does not reach) is in no unit.
+    A linear layer is also a module with a matrix `weight` of inputs × outputs, such as `Conv1D` of transformers. Slices of
+    outputs include their part of the bias; with slices of inputs, biases are in no unit. In a weight with several groups, a
+    slice of inputs is the same channels of each group. Depthwise convolutions have one input per group, so their slices are
+    along the outputs; without `depthwise`, they are left out. Everything else (norms, embeddings, layers that the loss does
+    not reach) is in no unit.
     """
     if axis not in ("out", "in"):
         raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
@@ -108,24 +109,36 @@ def channels(
             p for node in graph.nodes if not node.carrier and node.op not in _SLICED_OPS for p in node.params
         }
         mine = {p for p in params if graph.modules.get(owner(p)) in _SLICED_KINDS and p not in elsewhere}
+        transposed = set(graph.transposed()) - mine  # stored as (inputs, outputs)
+        mine |= (transposed | _added(graph)) & set(params)
         for param in params:
             layer, _, kind = param.rpartition(".")
             if param not in mine or kind != "weight":
                 continue
-            shape, bias = graph.shapes[param], f"{layer}.bias"
-            if not depthwise and _is_depthwise(graph, param):
+            shape, bias, is_transposed = graph.shapes[param], f"{layer}.bias", param in transposed
+            if not depthwise and not is_transposed and _is_depthwise(graph, param):
                 continue
-            dim = 1 if axis == "in" and shape[1] > 1 else 0
+            way = "in" if axis == "in" and (is_transposed or shape[1] > 1) else "out"
+            dim = int((way == "in") != is_transposed)
             for start in range(0, shape[dim], group):
                 index = tuple(range(start, min(start + group, shape[dim])))
-                parts = [Part(name, dim, index) for name in (param, bias) if name == param or (name in mine and dim == 0)]
-                found.append(Unit(f"{layer}[{('out', 'in')[dim]} {start}:{index[-1] + 1}]", tuple(parts)))
+                parts = [Part(param, dim, index)]
+                if way == "out" and bias in mine and graph.shapes[bias] == (shape[dim],):
+                    parts.append(Part(bias, 0, index))
+                found.append(Unit(f"{layer}[{way} {start}:{index[-1] + 1}]", tuple(parts)))
         if not found:
             kind = "" if depthwise else " but depthwise ones"
             raise ValueError(f"nothing is left to choose from: no convolution or linear layer{kind} is among the parameters.")
         return tuple(found)
 
     return of
+
+
+def _added(graph: Graph) -> set[str]:
+    """Biases that matrix products add, and nothing else uses."""
+    added = {node.inputs[0] for node in graph.nodes if node.op == "Addmm" and isinstance(node.inputs[0], str)}
+    others = {p for node in graph.nodes for i, p in enumerate(node.inputs) if not node.carrier and (node.op != "Addmm" or i)}
+    return {name for name in added if isinstance(name, str) and name not in others}
 
 
 def _is_depthwise(graph: Graph, weight: str) -> bool:

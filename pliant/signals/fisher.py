@@ -35,7 +35,7 @@ def potentials(
     as the smallest parameter of each module that comes first. `params` are those of this window; others are left out.
     """
     share, name_of = 1 / len(pieces), {param: name for name, param in model.named_parameters() if name in names}
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _LAYERS)]
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _LAYERS) or _is_product(module)]
     own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in layers}
     own = {module: mine for module, mine in own.items() if any(name in params for name in mine)}
     sums: dict[nn.Module, torch.Tensor] = {}  # of one piece: (samples, channels), over all uses of the module
@@ -50,6 +50,8 @@ def potentials(
         out = next(batches.tensors(output), None)
         if out is None or not out.requires_grad or out.dim() < 2:
             return
+        if not isinstance(module, _LAYERS) and out.shape[-1] != module._parameters["weight"].shape[1]:  # type: ignore[union-attr]
+            return  # not a product with a matrix of inputs × outputs
         through_modules.update(own[module])
         if not any(given.requires_grad for given in batches.tensors(inputs)):
             first.add(min((name for name in own[module] if name in params), key=lambda name: params[name].numel()))
@@ -85,7 +87,18 @@ def potentials(
         for handle in handles:
             handle.remove()
     out = {name: product.square() / (2 * samples**2) for name, product in along.items()}
-    return out | {own[module][0]: square / (2 * counts[module]) for module, square in squares.items()}
+    for module, square in squares.items():
+        potential, weight = square / (2 * counts[module]), params[own[module][0]]
+        if not isinstance(module, _LAYERS) and weight.dim() == 2:  # outputs are its second dimension
+            potential = (potential / weight.shape[0]).expand(weight.shape)
+        out[own[module][0]] = potential
+    return out
+
+
+def _is_product(module: nn.Module) -> bool:
+    """Whether this may be a linear layer of another class: it has a matrix `weight`, and no modules of its own."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not module._modules
 
 
 def _channel_dim(module: nn.Module, out: torch.Tensor) -> int:
