@@ -93,7 +93,8 @@ def profile(graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any],
     charges = [*first, *(charge for several in nodes for charge in several)]
     charges = [_pointing(c, tuple(sorted({at[i] for i in c.via}))) if c.via else c for c in charges]
     base = Cost(times.forward * accumulate + times.fixed, 0, graph.forward_macs * accumulate)
-    return Profile(tuple(charges), base, graph.head, dict(origin), None, graph.uncounted, moments, shapes=dict(graph.shapes))
+    found = Profile(tuple(charges), base, graph.head, dict(origin), None, graph.uncounted, moments)
+    return replace(found, shapes=dict(graph.shapes), transposed=graph.transposed())
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
 from pliant.runtime.energy import Meter, MeterError
 from pliant.runtime.memory import LiveBytes, inference_peak
-from pliant.runtime.optimizer_step import Update
+from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.rng import seed_
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 
@@ -325,8 +325,10 @@ def optimizer_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
 def state_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
     """Bytes of optimizer state per parameter, from a step on tensors that have a shape and no memory.
 
-    Where an optimizer cannot take such a step, it takes a real one.
+    Where an optimizer cannot take such a step, it takes a real one. The state of one that needs a closure does not count.
     """
+    if needs_closure(optimizer):
+        return {}
     group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
     kinds: dict[Any, int] = {}
     out = {}

@@ -34,7 +34,7 @@ from pliant.engine.slices.slices import Slices, check_can_train
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak
-from pliant.runtime.optimizer_step import Update
+from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.sandbox import sandbox
 
 _Changed = bool | None  # None: as it was
@@ -254,6 +254,8 @@ class Engine:
                     self._update.step(self.optimizer)
             return value
 
+        if needs_closure(self.optimizer):
+            return self._update.step_with(self.optimizer, lambda: self._loss_of(batch, ids if self.mode.cached else None))
         stored = self.features.stored if self.features is not None else 0
         graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None
         self._is_eager = graphs is None
@@ -340,9 +342,7 @@ class Engine:
             return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
 
     def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
-        def forward() -> torch.Tensor:
-            return compute_loss(self._model, self._loss, batch)
-
+        forward = partial(compute_loss, self._model, self._loss, batch)
         if not self.mode.prefix:
             return forward()
         if not self._prefix.knows(batch, ids, self._sliced):

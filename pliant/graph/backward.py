@@ -23,6 +23,7 @@ from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
+_PARAMETER_LISTS = frozenset(("ParameterList", "ParameterDict"))
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
 
 
@@ -97,9 +98,9 @@ class Graph:
 
     `forward_macs` also counts operations without a node. `params` maps every trainable parameter to its number of bytes,
     `unused` names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters
-    of the module nearest the loss. `inference` lists the bytes in memory during each operation of the forward pass if nothing
-    is saved for backward; `gone` maps each saved storage to the operation before which it would then be freed. `shapes` maps
-    every trainable parameter to its shape. `again` is what checkpoints compute twice.
+    of the module nearest the loss, tied ones left out. `inference` lists the bytes in memory during each operation of the
+    forward pass if nothing is saved for backward; `gone` maps each saved storage to the operation before which it would then
+    be freed. `shapes` maps every trainable parameter to its shape. `again` is what checkpoints compute twice.
 
     `differentiates` says whether the loss itself calls autograd, as a gradient penalty does, and `all_trainable` whether it
     does so with respect to parameters: then it fails where one is frozen.
@@ -148,10 +149,31 @@ class Graph:
                     deepest[param] = i
         return deepest
 
+    def transposed(self) -> tuple[str, ...]:
+        """Weights that are stored as (inputs, outputs) and multiplied as they are, as in `Conv1D` of transformers."""
+        as_is: set[str] = set()
+        otherwise: set[str] = set()
+        for node in self.nodes:
+            for param in node.params:
+                if node.carrier:
+                    otherwise |= {param} if node.op != "ToCopy" else set()
+                elif node.op in ("Mm", "Addmm") and node.inputs[-1] == param and param not in node.inputs[:-1]:
+                    as_is.add(param)
+                else:
+                    otherwise.add(param)
+        return tuple(param for param in self.params if param in as_is - otherwise)
+
 
 def owner(param: str) -> str:
     """The module that a parameter is registered in."""
     return param.rpartition(".")[0]
+
+
+def layer_of(param: str, modules: Mapping[str, str]) -> str:
+    """The layer that a parameter belongs to: its module. The parameters of the model itself, and those of a ParameterList or
+    ParameterDict, are layers of their own."""
+    module = owner(param)
+    return module if module and modules.get(module) not in _PARAMETER_LISTS else param
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -296,7 +318,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         {name: param.numel() * param.element_size() for name, param in params.items()},
         tuple(name for name in params if name not in reached),
         kinds,
-        _head(_last_uses(nodes) if differentiates else nodes, params),
+        _head(_last_uses(nodes) if differentiates else nodes, params, kinds),
         tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
         sum(one.macs for several in trace.executed.values() for one in several),
         *trace.memory(),
@@ -341,18 +363,34 @@ def _last_uses(nodes: Sequence[Node]) -> list[Node]:
     return [nodes[i] for i in sorted(set(last.values()))]
 
 
-def _head(nodes: Sequence[Node], params: dict[str, nn.Parameter]) -> tuple[str, ...]:
-    """All parameters of the module nearest the loss.
+def _head(nodes: Sequence[Node], params: Mapping[str, nn.Parameter], modules: Mapping[str, str]) -> tuple[str, ...]:
+    """All parameters of the module nearest the loss, but for tied ones: to train those takes a longer backward pass.
 
     A parameter of the whole model (a learnable temperature, say) may be nearer, but is no head by itself. It is included, and
     the search goes on to the first module or matrix product.
     """
+    layers = {name: layer_of(name, modules) for name in params}
     head: list[str] = []
     for node in nodes:
-        if node.params:
-            head += node.params
-            mates = {owner(param) for param in node.params} - {""}
+        found = [param for param in node.params if not _is_tied(nodes, param, layers)]
+        if found:
+            head += found
+            mates = {layers[param] for param in found if layers[param] != param}
             if mates or node.macs:
-                head += [name for name in params if owner(name) in mates]
+                head += [name for name in params if layers[name] in mates and not _is_tied(nodes, name, layers)]
                 break
     return tuple(dict.fromkeys(head))
+
+
+def _is_tied(nodes: Sequence[Node], param: str, layers: Mapping[str, str]) -> bool:
+    """Whether a parameter is used again further from the loss, with parameters of other layers in between."""
+    behind: dict[int, bool] = {}  # nodes behind a use of it → whether parameters of other layers lie in between
+    for i, node in enumerate(nodes):
+        uses = param in node.params
+        if uses and behind.get(i):
+            return True
+        if uses or i in behind:
+            passed = behind.get(i, False) or (not uses and any(layers[other] != layers[param] for other in node.params))
+            for following in node.data:
+                behind[following] = behind.get(following, False) or passed
+    return False

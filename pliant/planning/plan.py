@@ -48,6 +48,8 @@ def plan(
     always = always_chosen(policy, profile, units)
     full = profile.full
     asked = policy.budget.limits(full, progress)
+    if "bytes" in asked and not full.bytes and not any(charge.cost.bytes for charge in profile.charges):
+        raise BudgetError("memory= cannot be kept: this profile holds no bytes; measure with another `cost`.")
     base = profile.metered(profile.base)
     table, limit = _that_cost(profile.table(units)), dict(asked)
     done = progress.fraction if progress.total_steps is not None else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,20 +33,49 @@ class Update:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip and step."""
-        if self.clip is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(optimizer)
-            grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            nn.utils.clip_grad_norm_(grads, self.clip)
+        self._clip(optimizer)
         if self.scaler is not None:
             self.scaler.step(optimizer)
             self.scaler.update()
         else:
             optimizer.step()
 
+    def step_with(self, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A step of an optimizer that evaluates the loss itself, as often as it likes. Returns the first loss, detached."""
+        if self.scaler is not None or self.accumulate > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} evaluates the loss of one batch several times in a step: it works neither with a "
+                f"GradScaler nor with accumulate={self.accumulate}. Leave them out, or use an optimizer such as AdamW."
+            )
+        losses: list[torch.Tensor] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            value = loss()
+            losses.append(value.detach())
+            self.backward(value)
+            self._clip(optimizer)
+            return value
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        return losses[0]
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.clip is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(optimizer)
+            grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            nn.utils.clip_grad_norm_(grads, self.clip)
+
     def apart(self) -> Update:
         """The same with a scaler of its own, to try steps that nobody is to notice."""
         return replace(self, scaler=copy.deepcopy(self.scaler))
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step cannot be taken without a function that evaluates the loss, as that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def even_out_(optimizer: torch.optim.Optimizer, *_: object) -> None:

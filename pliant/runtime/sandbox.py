@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant.runtime.optimizer_step import needs_closure
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.trainable import found, restore_
 
@@ -69,8 +70,11 @@ def scratch(
 
     Hooks and schedulers of the user's optimizer do not see it; take its steps with `scratch_step`.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS makes its update from a closure, not from a gradient: its update gain is unknown.")
+    if needs_closure(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} makes its update from a closure, not from a gradient: its update gain is unknown. Use "
+            f"another signal, such as score.grad_norm(), or another optimizer, such as AdamW."
+        )
     copies = {
         id(param): nn.Parameter(value.detach().to(dtype or value.dtype, copy=True))
         for param, value in zip(params, params if values is None else values, strict=True)

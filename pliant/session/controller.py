@@ -8,7 +8,7 @@ is the engine's matter; every price here is that of the mode it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from pliant.core.budget import RESOURCES, Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
-from pliant.core.types import Part, Selection, Unit
+from pliant.core.types import Part, Selection, Unit, narrowed
 from pliant.cost.charge import ChargeKind
 from pliant.cost.measure import origin, read_graph, sparing
 from pliant.cost.profile import Profile
@@ -85,6 +85,11 @@ class Controller:
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         self.units = units
+
+    def keep_only(self, params: Collection[str]) -> None:
+        """Choose no other parameters than these."""
+        self.units = narrowed(self.units, params)
+        self._values = {unit: self._values[unit] for unit in self.units if unit in self._values}
 
     def prices(self, mode: Mode) -> Profile:
         """What steps cost that run in this mode."""

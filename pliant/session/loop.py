@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,7 +29,7 @@ from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.trainable import apply_, check_in_groups, found, restore_
+from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, found, in_groups, restore_
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
@@ -199,6 +200,7 @@ class Loop:
                 self.energy = EnergyUse(self.device) if self.budget.energy is not None else None
                 what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
                 self.controller.measure(*what, around)
+                unheld = self._leave_out_unheld()
                 if self.energy is not None and self.controller.profile is not None:
                     watts = partial(
                         power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around
@@ -211,6 +213,21 @@ class Loop:
             self.engine.origin = self.profile.origin
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
+        if unheld is not None:
+            self.note(unheld)
+
+    def _leave_out_unheld(self) -> str | None:
+        """What the optimizer does not hold would be paid for and never move: it is not chosen. Returns what to say of it."""
+        held = in_groups(self.params, self.engine.optimizer)
+        missing = [name for unit in self.controller.units for name in unit.params if name not in held]
+        self.controller.keep_only(held)
+        if not missing:
+            return None
+        text = f"{missing[0]!r} is in no param group of the optimizer ({len(missing)} such parameters)"
+        if not self.controller.units:
+            raise ValueError(f"nothing can be chosen: {text}. Build the optimizer over the model's parameters.")
+        warnings.warn(f"{text}: never chosen. Build the optimizer over all parameters to change that.", stacklevel=2)
+        return f"never chosen: {text}"
 
     def _settle_norms(self, batch: Any) -> float | None:
         """Decide which statistics norms use; returns the values per channel if they are too few for batch statistics."""
@@ -338,6 +355,7 @@ class Loop:
         self.read_steps()
         measured = self.laps.median()
         before = self.engine.mode
+        forget_history_(self.params, self.engine.optimizer, selection.params)
         self.apply_(selection)
         if self.engine.mode != before:
             selection = replace(selection, cost=self.profile.cost(selection.units))
@@ -379,8 +397,9 @@ class Loop:
             self.controller.ask_again()
         before = self.engine.mode
         self.stepper.use_optimizer(optimizer)
+        unheld = self._leave_out_unheld()
         self._follow_engine(before)
-        self.note("the optimizer was replaced")
+        self.note("the optimizer was replaced" if unheld is None else f"the optimizer was replaced; {unheld}")
 
     def forget(self) -> None:
         """Weights and optimizer state were replaced."""

@@ -209,6 +209,7 @@ def _updater(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
 
     def step(param: nn.Parameter, value: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         precise = torch.float32 if param.device.type == "mps" else torch.float64
+        precise = precise.to_complex() if param.is_complex() else precise
         like, (copy,) = scratch(optimizer, [param], precise, [value])
         copy.grad = grad.to(precise)
         scratch_step(like)
