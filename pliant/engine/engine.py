@@ -19,6 +19,7 @@ from pliant.core.budget import Budget
 from pliant.core.mode import Mode
 from pliant.core.types import Part
 from pliant.engine.around import around_forward
+from pliant.engine.compiled_parts import CompiledParts
 from pliant.engine.cuda_graphs.graphs import Graphs, Work
 from pliant.engine.derived_weights import Derived
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
@@ -56,6 +57,7 @@ class Engine:
         self.slices: Slices | None = None
         self.units_are_sliced = False  # whether channels may be chosen
         self._chosen: Hashable = None
+        self._compiled = CompiledParts(model, loss)
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_batch_norms(model)
         self._graphs: Graphs | None = None
@@ -162,6 +164,7 @@ class Engine:
         if self._is_callers and not self._asked.is_auto:
             own = [name for name in ("prefix", "graphs") if self._asked.may(name)]
             out.update(dict.fromkeys(own, "the loop is your own: session.step runs steps that way"))
+        out |= self._compiled.why_not(mode, self.slices is not None)
         if self._not_lean:
             out["lean"] = _as_plain(self._not_lean)
         return out
@@ -250,6 +253,7 @@ class Engine:
         stored = self.features.stored if self.features is not None else 0
         graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None
         self._is_eager = graphs is None
+        self._compiled.run(self._chosen)
         ids = ids if self.mode.cached else None
         if graphs is None:
             if self._graphs is not None and self._memory_is_limited:

@@ -26,11 +26,13 @@ __all__ = [
     "add_to_each_",
     "clear_cublas_workspaces",
     "is_any_autocast_enabled",
+    "is_compiled",
     "is_transformed",
     "next_sequence_number",
     "norms",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "recompile_limit",
     "saved_tensor_hooks",
     "tree_leaves",
     "without_function_modes",
@@ -88,3 +90,13 @@ def would_run(node: Any) -> bool:
 def clear_cublas_workspaces() -> None:
     """Free the memory that cuBLAS holds as workspaces."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def is_compiled(code: Any) -> bool:
+    """Whether a module or a function is one that `torch.compile` made, or a module was compiled in place."""
+    return hasattr(code, "get_compiler_config") or getattr(code, "_compiled_call_impl", None) is not None
+
+
+def recompile_limit() -> int:
+    """How often code is compiled; whatever else comes after that runs as it was written."""
+    return int(torch._dynamo.config.recompile_limit)  # type: ignore[attr-defined]
