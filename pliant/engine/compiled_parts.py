@@ -1,10 +1,11 @@
-"""What of a model `torch.compile` has compiled, and why it runs eagerly."""
+"""What of a model `torch.compile` or TorchScript has compiled, and why it runs eagerly."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import nn
 
 from pliant.core.mode import Mode
@@ -17,6 +18,8 @@ class CompiledParts:
     def __init__(self, model: nn.Module, loss: Any) -> None:
         self._exist = any(is_compiled(code) for code in (loss, *model.modules()))
         self._selections: set[Hashable] = set()
+        self.is_scripted = isinstance(model, torch.jit.ScriptModule)  # it takes no hooks
+        self.has_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
 
     def run(self, selection: Hashable) -> None:
         """A step trains this selection."""

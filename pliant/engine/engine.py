@@ -25,6 +25,7 @@ from pliant.engine.derived_weights import Derived
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.modes import parse, pick
+from pliant.engine.news import News, as_plain
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import CachedRows, Prefix
@@ -34,6 +35,8 @@ from pliant.runtime.batches import Around, Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
+
+_OWN_LOOP = "the loop is your own: session.step runs steps that way"
 
 
 class Engine:
@@ -67,10 +70,8 @@ class Engine:
         self._memory_is_limited, self._captures_pay = False, True
         self._room = True  # whether what captured steps hold fits into the limit on memory
         self._is_callers = self._no_ids = self._is_eager = False
-        self._not_captured: str | None = None  # why "auto" has given up on captures
-        self._reported: dict[str, str] = {}
-        self._not_lean: set[str] = set()
-        self._reported_lean: set[str] = set()
+        self.not_captured: str | None = None  # why "auto" has given up on captures
+        self._news = News()
         self.fills = False  # whether the last batch was put into the cache
         self.use_optimizer(optimizer)
 
@@ -91,7 +92,8 @@ class Engine:
         """
         if budget is not None:
             self._memory_is_limited = budget.memory is not None
-            self._captures_pay = budget.memory is None or budget.time is not None  # else memory is better spent on training
+            fast = budget.time is not None or budget.energy is not None
+            self._captures_pay = budget.memory is None or fast  # else memory is better spent on training
         self._room = self._room if room is None else room
         self._is_callers = self._is_callers if own_loop is None else own_loop
         self._no_ids = self._no_ids if has_ids is None else not has_ids
@@ -110,10 +112,10 @@ class Engine:
             cuda=self._cuda,
             caches=self.caches and not self._no_ids,
             memory_is_limited=self._memory_is_limited,
-            captures=has_room and (self._not_captured or self.why_no_capture) is None,
+            captures=has_room and (self.not_captured or self.why_no_capture) is None,
             custom_kernels=self._custom_kernels,
         )
-        return Mode(lean=mode.lean) if self._is_callers else mode
+        return Mode(lean=mode.lean and not self._compiled.is_scripted) if self._is_callers else mode
 
     @property
     def why_no_capture(self) -> str | None:
@@ -152,30 +154,24 @@ class Engine:
         if self.features is not None and not mode.cached:
             no_ids = "the batch does not name its samples: give ids, or wrap the dataset in pliant.with_ids"
             off = no_ids if self._no_ids and self._asked.may("prefix") else "the prefix engine is off"
-            out["cache"] = self._prefix.reasons.get("cache", off)
+            out["cache"] = _OWN_LOOP if self._is_callers else self._prefix.reasons.get("cache", off)
         if self._asked.may("graphs") and (self._cuda or not self._asked.is_auto):
-            why = (
-                self._graphs.why_not if mode.graphs and self._graphs is not None else self._not_captured or self.why_no_capture
-            )
+            why = self._graphs.why_not if mode.graphs and self._graphs is not None else self.not_captured or self.why_no_capture
             if why is None and self._memory_is_limited and not mode.graphs:
                 why = "the limit on memory leaves no room for what a captured step holds"
             if why is not None:
                 out["graphs"] = why
         if self._is_callers and not self._asked.is_auto:
             own = [name for name in ("prefix", "graphs") if self._asked.may(name)]
-            out.update(dict.fromkeys(own, "the loop is your own: session.step runs steps that way"))
+            out.update(dict.fromkeys(own, _OWN_LOOP))
         out |= self._compiled.why_not(mode, self.slices is not None)
-        if self._not_lean:
-            out["lean"] = _as_plain(self._not_lean)
+        if self._news.not_lean:
+            out["lean"] = as_plain(self._news.not_lean)
         return out
 
     def news(self) -> list[str]:
         """What the engine does not do, each reason once."""
-        now, names = self.why_not, self._not_lean - self._reported_lean
-        self._reported_lean |= names
-        fresh = [f"not {name}: {why}" for name, why in now.items() if name != "lean" and self._reported.get(name) != why]
-        self._reported.update(now)
-        return [*fresh, f"not lean: {_as_plain(names)}"] if names else fresh
+        return self._news.tell(self.why_not)
 
     # ------------------------------------------------------------ what trains
 
@@ -203,7 +199,7 @@ class Engine:
         if self.slices is not None:
             self.slices.forget()
         self._prefix.forget()
-        self._not_captured = None
+        self.not_captured = None
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -265,7 +261,7 @@ class Engine:
             prepare = partial(self._prepare, batch, None)
             value = self._captured(graphs, batch, lambda batch: finish(self._loss_of(batch, None)), (first, last), prepare)
         if graphs is not None and graphs.why_not is not None and not graphs.replays and self._asked.is_auto:
-            self._not_captured = graphs.why_not
+            self.not_captured = graphs.why_not
             self.settle()
         elif self.mode.cached and not self.caches:
             self.settle()
@@ -377,7 +373,9 @@ class Engine:
 
     def after(self, inside: Any) -> None:
         """Remember what the lean engine could not do."""
-        self._not_lean |= set(getattr(inside, "not_lean", ()))
+        self._news.not_lean |= set(getattr(inside, "not_lean", ()))
+        if self.mode.lean and self._compiled.has_scripted:
+            self._news.not_lean.add("scripted modules")
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """The context of clipping and of the optimizer's step."""
@@ -398,7 +396,3 @@ class Engine:
         if self._own_loop is not None:
             self._own_loop.close()
             self._own_loop = None
-
-
-def _as_plain(functions: set[str]) -> str:
-    return f"{', '.join(sorted(functions))} keep what plain autograd keeps"

@@ -1,4 +1,4 @@
-"""A context in which code that `torch.compile` compiles runs as it was written."""
+"""A context in which compiled and scripted code runs as it was written."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _stance: Any = None
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Inside, compiled code runs as it was written, in all threads.
+    """Inside, what `torch.compile` and `torch.jit` have compiled runs operation by operation.
 
     Dynamo gives up on code for good that it meets under a dispatch mode, and traces through function modes into the library.
-    PyTorch's setting is one for the whole process: the first to need it sets it, and the last resets it.
+    Its setting is one for all threads: the first to need it sets it, and the last resets it. TorchScript joins operations after
+    a few runs, so that the backward graph changes.
     """
     global _users, _stance
     with _lock:
@@ -27,7 +28,8 @@ def eager() -> Iterator[None]:
             _stance = torch.compiler.set_stance("force_eager")
         _users += 1
     try:
-        yield
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            yield
     finally:
         with _lock:
             _users -= 1

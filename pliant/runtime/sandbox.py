@@ -42,6 +42,10 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
         for module, flag in was.training.items():
             module.training = flag
         for module, held in buffers.items():
+            if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be removed or added
+                for name, buffer in held.items():
+                    setattr(module, name, buffer)
+                continue
             module._buffers.clear()
             module._buffers.update(held)
         with torch.no_grad():

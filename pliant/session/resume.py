@@ -28,6 +28,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "undo": loop.undo.state() if loop.undo is not None else None,
         "slices": loop.engine.slices.state_dict() if loop.engine.slices is not None else None,
         "norms": loop.norms.state(),
+        "not_captured": loop.engine.not_captured,
     }
 
 
@@ -40,6 +41,7 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.controller.load(state, loop.progress)
     loop.norms.load(state["norms"])
     loop.engine.forget()
+    loop.engine.not_captured = state["not_captured"]
     has_room = not loop.engine.could_capture or loop.controller.has_room(loop.budget, loop.progress, loop.engine.mode)
     loop.engine.settle(loop.budget, room=has_room)  # what is saved has its prices
     if loop.budget.energy is not None and loop.controller.profile is not None:
