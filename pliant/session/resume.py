@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pliant.runtime.trainable import check_in_groups, restore_
+from pliant.runtime.trainable import check_in_groups
 from pliant.session import checkpoint
 from pliant.session.energy_use import EnergyUse
 from pliant.session.loop import Loop
@@ -29,6 +29,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "slices": loop.engine.slices.state_dict() if loop.engine.slices is not None else None,
         "norms": loop.norms.state(),
         "not_captured": loop.engine.not_captured,
+        "frozen": sorted(loop.flags.frozen),
     }
 
 
@@ -39,6 +40,8 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.steps, loop.change_seconds = state["step"], state["change_seconds"]
     loop.time.load(state["time"])
     loop.controller.load(state, loop.progress)
+    loop.flags.load(state["frozen"])
+    loop.controller.frozen = loop.flags.frozen
     loop.norms.load(state["norms"])
     loop.engine.forget()
     loop.engine.not_captured = state["not_captured"]
@@ -54,7 +57,7 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
         if state["slices"] and loop.engine.slices is not None:
             loop.engine.slices.load_state_dict(state["slices"])
     else:  # from before the first selection, which reads everything
-        restore_(loop.found)
+        loop.flags.restore_()
     loop.log.write("resume", step=loop.steps, round=loop.round)
 
 
