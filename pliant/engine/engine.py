@@ -72,7 +72,7 @@ class Engine:
         self._is_callers = self._no_ids = self._is_eager = False
         self.not_captured: str | None = None  # why "auto" has given up on captures
         self._news = News()
-        self.fills = False  # whether the last batch was put into the cache
+        self.fills = self.skipped = False  # whether the last batch was put into the cache, and its step left out
         self.use_optimizer(optimizer)
 
     # ------------------------------------------------------------ the mode
@@ -124,6 +124,8 @@ class Engine:
             return "there is no CUDA device"
         if self._update.scaler is not None:
             return "a GradScaler reads every step's gradients"
+        if self._update.on_nan is not None:
+            return "on_nan reads every step's gradients"
         sliced = self.units_are_sliced or self.slices is not None
         return "channels are chosen" if sliced else self._graphs.refusal
 
@@ -243,7 +245,7 @@ class Engine:
                 if peak is not None:
                     peak.updating()
                 with self.stepping(self.optimizer):
-                    self._update.step(self.optimizer)
+                    self.skipped = not self._update.step(self.optimizer)
             return value.detach()
 
         stored = self.features.stored if self.features is not None else 0

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
 
+from pliant.runtime.torch_internals import norms
+
+OnNan = Literal["skip", "raise"]
+
 
 @dataclass(frozen=True)
 class Update:
-    """How a loss becomes a step: gradients clipped to the norm `clip`, scaled by `scaler`, the mean of `accumulate` batches."""
+    """How a loss becomes a step: gradients clipped to the norm `clip`, scaled by `scaler`, the mean of `accumulate` batches.
+
+    `on_nan` says what happens where a gradient is not finite; None: nobody looks. A scaler skips such steps by itself.
+    """
 
     clip: float | None = None
     scaler: torch.amp.GradScaler | None = None
     accumulate: int = 1
+    on_nan: OnNan | None = None
 
     def __post_init__(self) -> None:
+        if self.on_nan not in ("skip", "raise", None):
+            raise ValueError(f"on_nan={self.on_nan!r}: steps with gradients that are not finite are to 'skip' or to 'raise'.")
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate}: at least one batch goes into an optimizer step.")
 
@@ -30,22 +42,38 @@ class Update:
             value = self.scaler.scale(value)
         torch.autograd.backward(value, inputs=inputs)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip and step."""
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Clip and step. Returns False where it was skipped, since a gradient is not finite."""
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = None
         if self.clip is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(optimizer)
-            grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            nn.utils.clip_grad_norm_(grads, self.clip)
+            norm = nn.utils.clip_grad_norm_(params, self.clip)
         if self.scaler is not None:
             self.scaler.step(optimizer)
             self.scaler.update()
-        else:
-            optimizer.step()
+            return True
+        if self.on_nan is not None and not (_is_finite(params) if norm is None else bool(norm.isfinite())):
+            if self.on_nan == "skip":
+                return False
+            raise FloatingPointError(
+                "gradients of this step are not finite: weights and optimizer state are as before it. Check this batch; a "
+                "lower learning rate or clip=… keeps training from diverging. on_nan='skip' leaves such steps out."
+            )
+        optimizer.step()
+        return True
 
     def apart(self) -> Update:
-        """The same with a scaler of its own, to try steps that nobody is to notice."""
-        return replace(self, scaler=copy.deepcopy(self.scaler))
+        """The same with a scaler of its own, to try steps that nobody is to notice, whatever their gradients are."""
+        return replace(self, scaler=copy.deepcopy(self.scaler), on_nan=None)
+
+
+def _is_finite(params: Sequence[nn.Parameter]) -> bool:
+    """Whether all gradients are finite: from the largest number of each."""
+    grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+    largest = norms([grad for grad in grads if grad.numel()], math.inf)
+    return not largest or bool(torch.stack([one.isfinite().to(largest[0].device) for one in largest]).all())
 
 
 def even_out_(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -178,6 +178,8 @@ class Loop:
         self.engine.release()
         for news in self.engine.news():
             self.note(news)
+        if result.loss is not None and self.engine.skipped:
+            self.note("step skipped: its gradients are not finite")
         self.steps += 1
         self.log.step(self.steps, self.round, result.loss, result.seconds)
         if result.bytes is not None:

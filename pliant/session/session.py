@@ -21,7 +21,7 @@ from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
-from pliant.runtime.optimizer_step import Update
+from pliant.runtime.optimizer_step import OnNan, Update
 from pliant.runtime.sample_ids import ids_of
 from pliant.session import checkpoint, resume
 from pliant.session.controller import Controller
@@ -66,6 +66,7 @@ class Session:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         accumulate: int = 1,
+        on_nan: OnNan | None = None,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         cache: Features | str | int | None = None,
@@ -87,6 +88,10 @@ class Session:
         as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the
         data of the running statistics. Where everything is chosen without a budget, norms run as in plain training.
 
+        `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), or an
+        error says so ("raise"). By default such steps are skipped on the CPU. Elsewhere nobody looks unless asked to, since
+        every step would wait for the device, and none could be captured. A GradScaler always skips them.
+
         `correct` changes the selection within a round where measured steps miss the time that was asked, or take more memory.
         Selections then depend on measurements; without it, on the profile and the seed alone.
         """
@@ -106,7 +111,9 @@ class Session:
                 f"Remove it."
             )
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
-        self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate)
+        if on_nan is None and scaler is None and next(model.parameters()).device.type == "cpu":
+            on_nan = "skip"
+        self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
         self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype)
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
