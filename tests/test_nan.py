@@ -87,6 +87,15 @@ def test_sparse_and_empty_gradients_are_looked_at() -> None:
         assert Update(on_nan="skip").step(optimizer) is taken
 
 
+def test_large_gradients_are_finite() -> None:
+    """Though their norm is not."""
+    weight = nn.Parameter(torch.zeros(4))
+    weight.grad = torch.full((4,), 1e30)
+    optimizer = torch.optim.SGD([weight], 1e-30)
+    assert Update(on_nan="skip").step(optimizer)
+    assert torch.equal(weight, torch.full((4,), -1.0))
+
+
 def test_captured_steps_are_not_looked_at_unless_asked_for() -> None:
     model = net()
     engine = Engine(model, loss, torch.optim.SGD(model.parameters(), 0.1), Update(on_nan="skip"))

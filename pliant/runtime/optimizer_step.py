@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -70,10 +69,12 @@ class Update:
 
 
 def _is_finite(params: Sequence[nn.Parameter]) -> bool:
-    """Whether all gradients are finite: from the largest number of each."""
+    """Whether all gradients are finite. Their norms tell, which take least time, unless large numbers make one overflow."""
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-    largest = norms([grad for grad in grads if grad.numel()], math.inf)
-    return not largest or bool(torch.stack([one.isfinite().to(largest[0].device) for one in largest]).all())
+    found = [norm.isfinite() for norm in norms(grads)]
+    if not found or bool(torch.stack([one.to(found[0].device) for one in found]).all()):
+        return True
+    return all(bool(grad.isfinite().all()) for grad in grads)
 
 
 def even_out_(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -351,6 +351,12 @@ class Session:
         self._closed = True
         self._loop.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a session cannot be copied or pickled: it belongs to one model and one optimizer. Use session.save(path), and "
+            "load(path) in a session on a new model."
+        )
+
     def __enter__(self) -> Session:
         return self
 
