@@ -116,17 +116,16 @@ def train(model: nn.Module, loss: Any, steps: int, policy: Policy, **how: Any) -
 def test_plain_steps_run_compiled_graphs_and_so_does_the_model_afterwards(kind: str) -> None:
     runs: Counter[str] = Counter()
     model, loss = compiled(kind, counting(runs))
-    session = train(model, loss, 6, by_turns(), engine="plain")
-    assert runs["runs"] == 6, "one graph per step; measuring and probing run none"
+    session = train(model, loss, 4, by_turns(), engine="plain")
+    assert runs["runs"] == 4, "one graph per step; measuring and probing run none"
     assert "compile" not in session.why_not
     session.close()
     loss(model, batch()).backward()
-    assert runs["runs"] == 7
-    assert runs["graphs"] <= 4, "one for each selection, and one for everything"
+    assert runs["runs"] == 5
+    assert runs["graphs"] <= 3, "one for each selection, and one for everything"
 
 
-@pytest.mark.parametrize("engine", ["lean", "prefix", "lean+prefix"])
-@pytest.mark.parametrize("kind", ["attribute", "all in place", "loss"])
+@pytest.mark.parametrize(("kind", "engine"), [("attribute", "lean"), ("all in place", "prefix"), ("loss", "lean+prefix")])
 def test_other_engines_keep_dynamo_out_and_say_so(kind: str, engine: str) -> None:
     runs: Counter[str] = Counter()
     model, loss = compiled(kind, counting(runs))
@@ -149,7 +148,7 @@ def test_a_memory_limit_leaves_compiled_parts_compiled() -> None:
     session.close()
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("attribute", 1), ("loss", 8)])
+@pytest.mark.parametrize(("kind", "limit"), [("attribute", 1), ("attribute", 8)])
 def test_compiled_gradients_follow_the_selection(kind: str, limit: int) -> None:
     """Also after PyTorch stops to compile for further selections."""
     runs: Counter[str] = Counter()
@@ -160,7 +159,7 @@ def test_compiled_gradients_follow_the_selection(kind: str, limit: int) -> None:
     plain = train(reference, plain_loss, 0, by_turns(1), engine="plain")
     with torch._dynamo.config.patch(recompile_limit=limit):
         session = train(model, loss, 0, by_turns(1), engine="plain")
-        for _ in range(4):
+        for _ in range(3):
             torch.testing.assert_close(session.step(batch()), plain.step(batch()), rtol=1e-12, atol=1e-12)
             for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -184,6 +183,18 @@ def test_a_loop_of_your_own_with_hooks_runs_eagerly() -> None:
         assert not runs
     loss(model, batch()).backward()
     assert runs["runs"] == 1
+
+
+def test_compiled_code_may_take_steps() -> None:
+    """Dynamo does not look into the library; what is compiled of the model stays so."""
+    runs: Counter[str] = Counter()
+    model, loss = compiled("attribute", counting(runs))
+    session = train(model, loss, 0, by_turns(), engine="plain")
+    step = torch.compile(lambda batch: session.step(batch), backend=counting(Counter()))
+    for _ in range(3):
+        step(batch())
+    assert runs["runs"] == 3
+    session.close()
 
 
 def test_threads_that_end_in_another_order_leave_compiled_code_compiled() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
@@ -35,6 +36,7 @@ __all__ = [
     "recompile_limit",
     "saved_tensor_hooks",
     "tree_leaves",
+    "without_dynamo",
     "without_function_modes",
     "would_run",
 ]
@@ -47,6 +49,9 @@ pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 # A context in which no torch function mode is called.
 without_function_modes = torch._C.DisableTorchFunction
+
+# Decorates what `torch.compile` must not look into. Unlike `torch.compiler.disable`, it imports dynamo when it is called.
+without_dynamo = _disable_dynamo
 
 # Whether autocast is on for any device; True where PyTorch cannot tell.
 is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)

@@ -23,6 +23,7 @@ from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
 from pliant.runtime.optimizer_step import OnNan, Update
 from pliant.runtime.sample_ids import ids_of
+from pliant.runtime.torch_internals import without_dynamo
 from pliant.session import checkpoint, resume
 from pliant.session.controller import Controller
 from pliant.session.delta import Undo
@@ -229,6 +230,7 @@ class Session:
 
     # ------------------------------------------------------------ steps
 
+    @without_dynamo
     def step(self, batch: Any, ids: Any = None) -> torch.Tensor:
         """Forward, backward and (every `accumulate` calls) the optimizer's step. Returns the loss, detached.
 
@@ -240,6 +242,7 @@ class Session:
             ids = ids_of(batch) if ids is None else ids
         return self._loop.step(batch, ids)
 
+    @without_dynamo
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; your own forward, backward and optimizer step follow."""
         self._check_open()
