@@ -72,8 +72,14 @@ def test_or_it_raises_and_changes_nothing(accumulate: int) -> None:
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"on_nan='ignore': .* 'skip' or to 'raise'"):
-        opened(net(), on_nan="ignore")
+    with pytest.raises(ValueError, match=r"on_nan='halt' is not known: give 'skip', 'raise' or 'ignore'"):
+        opened(net(), on_nan="halt")
+
+
+def test_or_it_is_taken_as_plain_pytorch_does() -> None:
+    with opened(net(), on_nan="ignore") as session:
+        session.step(BAD)
+        assert not bool(session.model[0].weight.isfinite().all())
 
 
 def test_sparse_and_empty_gradients_are_looked_at() -> None:
@@ -101,6 +107,7 @@ def test_captured_steps_are_not_looked_at_unless_asked_for() -> None:
     engine = Engine(model, loss, torch.optim.SGD(model.parameters(), 0.1), Update(on_nan="skip"))
     engine._graphs = object()
     assert engine.why_no_capture == "on_nan reads every step's gradients"
+    assert not Update().reads_gradients
 
 
 def test_a_probe_without_a_finite_gradient_is_none() -> None:

@@ -124,7 +124,7 @@ class Engine:
             return "there is no CUDA device"
         if self._update.scaler is not None:
             return "a GradScaler reads every step's gradients"
-        if self._update.on_nan is not None:
+        if self._update.reads_gradients:
             return "on_nan reads every step's gradients"
         sliced = self.units_are_sliced or self.slices is not None
         return "channels are chosen" if sliced else self._graphs.refusal

@@ -12,14 +12,15 @@ from torch import nn
 
 from pliant.runtime.torch_internals import norms
 
-OnNan = Literal["skip", "raise"]
+OnNan = Literal["skip", "raise", "ignore"]
 
 
 @dataclass(frozen=True)
 class Update:
     """How a loss becomes a step: gradients clipped to the norm `clip`, scaled by `scaler`, the mean of `accumulate` batches.
 
-    `on_nan` says what happens where a gradient is not finite; None: nobody looks. A scaler skips such steps by itself.
+    `on_nan` says what happens where a gradient is not finite; None: the step is skipped on the CPU, and elsewhere nobody looks.
+    A scaler skips such steps by itself.
     """
 
     clip: float | None = None
@@ -28,8 +29,8 @@ class Update:
     on_nan: OnNan | None = None
 
     def __post_init__(self) -> None:
-        if self.on_nan not in ("skip", "raise", None):
-            raise ValueError(f"on_nan={self.on_nan!r}: steps with gradients that are not finite are to 'skip' or to 'raise'.")
+        if self.on_nan not in ("skip", "raise", "ignore", None):
+            raise ValueError(f"on_nan={self.on_nan!r} is not known: give 'skip', 'raise' or 'ignore'.")
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate}: at least one batch goes into an optimizer step.")
 
@@ -53,8 +54,8 @@ class Update:
             self.scaler.step(optimizer)
             self.scaler.update()
             return True
-        if self.on_nan is not None and not (_is_finite(params) if norm is None else bool(norm.isfinite())):
-            if self.on_nan == "skip":
+        if self._looks(params) and not (_is_finite(params) if norm is None else bool(norm.isfinite())):
+            if self.on_nan != "raise":
                 return False
             raise FloatingPointError(
                 "gradients of this step are not finite: weights and optimizer state are as before it. Check this batch; a "
@@ -63,9 +64,17 @@ class Update:
         optimizer.step()
         return True
 
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether a step waits for its gradients on any device."""
+        return self.scaler is not None or self.on_nan in ("skip", "raise")
+
+    def _looks(self, params: Sequence[nn.Parameter]) -> bool:
+        return self.reads_gradients or (self.on_nan is None and all(param.device.type == "cpu" for param in params))
+
     def apart(self) -> Update:
         """The same with a scaler of its own, to try steps that nobody is to notice, whatever their gradients are."""
-        return replace(self, scaler=copy.deepcopy(self.scaler), on_nan=None)
+        return replace(self, scaler=copy.deepcopy(self.scaler), on_nan="ignore")
 
 
 def _is_finite(params: Sequence[nn.Parameter]) -> bool:

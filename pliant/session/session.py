@@ -89,9 +89,9 @@ class Session:
         as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the
         data of the running statistics. Where everything is chosen without a budget, norms run as in plain training.
 
-        `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), or an
-        error says so ("raise"). By default such steps are skipped on the CPU. Elsewhere nobody looks unless asked to, since
-        every step would wait for the device, and none could be captured. A GradScaler always skips them.
+        `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), an
+        error says so ("raise"), or it is taken ("ignore"). By default it is skipped on the CPU, and taken elsewhere: to look
+        would make every step wait for the device, and none could be captured. A GradScaler always skips it.
 
         `correct` changes the selection within a round where measured steps miss the time that was asked, or take more memory.
         Selections then depend on measurements; without it, on the profile and the seed alone.
@@ -112,8 +112,6 @@ class Session:
                 f"Remove it."
             )
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
-        if on_nan is None and scaler is None and next(model.parameters()).device.type == "cpu":
-            on_nan = "skip"
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
         self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype)
         self._engine.settle(policy.budget)
