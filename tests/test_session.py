@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import re
 import weakref
 from collections import Counter
@@ -1576,3 +1577,20 @@ def test_what_a_closure_cannot_do_is_refused(policy: Policy, how: Any, says: str
         for batch in data(2):
             session.step(batch)
     assert differences(before, snapshot(model)) == []
+
+
+# ---------------------------------------------------------------- copies
+
+
+def test_a_session_is_not_copied_but_saved(tmp_path: Path) -> None:
+    model = make()
+    with Session(model, sgd(model), classify, recipes.head()) as session:
+        session.step(data()[0])
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"Use session.save\(path\), and load\(path\) in a session on a new model"):
+                copied(session)
+        session.save(tmp_path / "run.pt")
+        again = make()
+        with Session(again, sgd(again), classify, recipes.head()) as other:
+            other.load(tmp_path / "run.pt")
+            assert torch.equal(other.step(data()[1]), session.step(data()[1]))

@@ -20,13 +20,14 @@ from pliant.core.budget import Budget
 from pliant.core.mode import Mode
 from pliant.core.types import Part
 from pliant.engine.around import around_forward
+from pliant.engine.compiled_parts import CompiledParts
 from pliant.engine.cuda_graphs.graphs import Graphs, Work
 from pliant.engine.derived_weights import Derived
 from pliant.engine.ends import Ends
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
-from pliant.engine.lean.lean import as_plain
 from pliant.engine.modes import parse, pick
+from pliant.engine.news import News, as_plain
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import CachedRows, Prefix
@@ -38,6 +39,7 @@ from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.sandbox import sandbox
 
 _Changed = bool | None  # None: as it was
+_OWN_LOOP = "the loop is your own: session.step runs steps that way"
 
 
 class Engine:
@@ -63,6 +65,7 @@ class Engine:
         self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
         self._ends = Ends()
         self._chosen: Hashable = None
+        self._compiled = CompiledParts(model, loss)
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_batch_norms(model)
         self._graphs: Graphs | None = None
@@ -71,11 +74,9 @@ class Engine:
         self.mode = Mode()
         self._memory_is_limited, self._captures_pay, self._room = False, True, True  # see `settle`
         self._is_callers = self._no_ids = self._is_eager = False
-        self._not_captured: str | None = None  # why "auto" has given up on captures
-        self._reported: dict[str, str] = {}
-        self._not_lean: set[str] = set()
-        self._reported_lean: set[str] = set()
-        self.fills = False  # whether the last batch was put into the cache
+        self.not_captured: str | None = None  # why "auto" has given up on captures
+        self._news = News()
+        self.fills = self.skipped = False  # whether the last batch was put into the cache, and its step left out
         self.use_optimizer(optimizer)
 
     # ------------------------------------------------------------ the mode
@@ -90,7 +91,8 @@ class Engine:
         """
         if budget is not None:
             self._memory_is_limited = budget.memory is not None
-            self._captures_pay = budget.memory is None or budget.time is not None  # else memory is better spent on training
+            fast = budget.time is not None or budget.energy is not None
+            self._captures_pay = budget.memory is None or fast  # else memory is better spent on training
         self._room = self._room if room is None else room
         self._is_callers = self._is_callers if own_loop is None else own_loop
         self._no_ids = self._no_ids if has_ids is None else not has_ids
@@ -108,11 +110,11 @@ class Engine:
             cuda=self._cuda,
             caches=self.caches and not self._no_ids,
             memory_is_limited=self._memory_is_limited,
-            captures=has_room and (self._not_captured or self.why_no_capture) is None,
+            captures=has_room and (self.not_captured or self.why_no_capture) is None,
             custom_kernels=self._custom_kernels,
         )
         mode = replace(mode, lean=mode.lean and "differentiates" not in self.origin)
-        return Mode(lean=mode.lean) if self._is_callers else mode
+        return Mode(lean=mode.lean and not self._compiled.is_scripted) if self._is_callers else mode
 
     @property
     def why_no_capture(self) -> str | None:
@@ -123,6 +125,8 @@ class Engine:
             return "a GradScaler reads every step's gradients"
         if "readings" in self.origin:
             return "which layers run is random"
+        if self._update.reads_gradients:
+            return "on_nan reads every step's gradients"
         sliced = self.units_are_sliced or self.slices is not None
         return "channels are chosen" if sliced else self._graphs.refusal
 
@@ -153,19 +157,19 @@ class Engine:
         if self.features is not None and not mode.cached:
             no_ids = "the batch does not name its samples: give ids, or wrap the dataset in pliant.with_ids"
             off = no_ids if self._no_ids and self._asked.may("prefix") else "the prefix engine is off"
-            out["cache"] = self._prefix.reasons.get("cache", off)
+            out["cache"] = _OWN_LOOP if self._is_callers else self._prefix.reasons.get("cache", off)
         if self._asked.may("graphs") and (self._cuda or not self._asked.is_auto):
-            tried = self._graphs if mode.graphs else None
-            why = tried.why_not if tried is not None else self._not_captured or self.why_no_capture
+            why = self._graphs.why_not if mode.graphs and self._graphs is not None else self.not_captured or self.why_no_capture
             if why is None and self._memory_is_limited and not mode.graphs:
                 why = "the limit on memory leaves no room for what a captured step holds"
             if why is not None:
                 out["graphs"] = why
         if self._is_callers and not self._asked.is_auto:
             own = [name for name in ("prefix", "graphs") if self._asked.may(name)]
-            out.update(dict.fromkeys(own, "the loop is your own: session.step runs steps that way"))
-        if self._not_lean:
-            out["lean"] = as_plain(self._not_lean)
+            out.update(dict.fromkeys(own, _OWN_LOOP))
+        out |= self._compiled.why_not(mode, self.slices is not None)
+        if self._news.not_lean:
+            out["lean"] = as_plain(self._news.not_lean)
         if "differentiates" in self.origin and self._asked.may("lean") and (self._memory_is_limited or not self._asked.is_auto):
             out["lean"] = "the loss differentiates, and what is packed cannot be differentiated twice"
         if self._ends.left_out:
@@ -174,12 +178,7 @@ class Engine:
 
     def news(self) -> list[str]:
         """What the engine does not do, each reason once."""
-        now, names = self.why_not, self._not_lean - self._reported_lean
-        self._reported_lean |= names
-        once = {name: why for name, why in now.items() if name != "lean" or not self._not_lean}
-        fresh = [f"not {name}: {why}" for name, why in once.items() if self._reported.get(name) != why]
-        self._reported.update(now)
-        return [*fresh, f"not lean: {as_plain(names)}"] if names else fresh
+        return self._news.tell(self.why_not)
 
     # ------------------------------------------------------------ what trains
 
@@ -206,7 +205,7 @@ class Engine:
         if self.slices is not None:
             self.slices.forget()
         self._prefix.forget()
-        self._not_captured = None
+        self.not_captured = None
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -251,7 +250,7 @@ class Engine:
                 if peak is not None:
                     peak.updating()
                 with self.stepping(self.optimizer):
-                    self._update.step(self.optimizer)
+                    self.skipped = not self._update.step(self.optimizer)
             return value
 
         if needs_closure(self.optimizer):
@@ -259,6 +258,7 @@ class Engine:
         stored = self.features.stored if self.features is not None else 0
         graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None
         self._is_eager = graphs is None
+        self._compiled.run(self._chosen)
         ids = ids if self.mode.cached else None
         if graphs is None:
             if self._graphs is not None and self._memory_is_limited:
@@ -270,7 +270,7 @@ class Engine:
             prepare = partial(self._prepare, batch, None)
             value = self._captured(graphs, batch, lambda batch: finish(self._loss_of(batch, None)), (first, last), prepare)
         if graphs is not None and graphs.why_not is not None and not graphs.replays and self._asked.is_auto:
-            self._not_captured = graphs.why_not
+            self.not_captured = graphs.why_not
             self.settle()
         elif self.mode.cached and not self.caches:
             self.settle()
@@ -377,7 +377,9 @@ class Engine:
 
     def after(self, inside: Any) -> None:
         """Remember what the lean engine could not do."""
-        self._not_lean |= set(getattr(inside, "not_lean", ()))
+        self._news.not_lean |= set(getattr(inside, "not_lean", ()))
+        if self.mode.lean and self._compiled.has_scripted:
+            self._news.not_lean.add("scripted modules")
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """The context of clipping and of the optimizer's step."""

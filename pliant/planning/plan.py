@@ -5,7 +5,7 @@ Every limit becomes constraints of the solver's problem (`_rows`); a memory limi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -102,6 +102,14 @@ def plan(
         dict(zip(names, worth.tolist(), strict=True)),
         asked,
     )
+
+
+def without(values: Mapping[Unit, float], params: Collection[str]) -> dict[Unit, float]:
+    """The same values of units that lack these parameters; a unit that has no others is left out."""
+    if not params:
+        return dict(values)
+    rest = {unit: tuple(part for part in unit.parts if part.param not in params) for unit in values}
+    return {replace(unit, parts=parts): values[unit] for unit, parts in rest.items() if parts}
 
 
 def _some_fits(problem: Problem, held: NDArray[np.bool_]) -> bool:

@@ -25,7 +25,7 @@ from pliant.cost.measure import origin, read_graph, sparing
 from pliant.cost.profile import Profile
 from pliant.engine.kernels.prices import PRICES
 from pliant.planning.floor import in_reach, least_bytes, leaving_room
-from pliant.planning.plan import plan
+from pliant.planning.plan import plan, without
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
@@ -52,6 +52,7 @@ class Controller:
         self.feedback = Feedback()
         self._check = check and profile is not None
         self._values: dict[Unit, float] = {}
+        self.frozen: Collection[str] = ()  # parameters that may not be chosen
         self._pending: Selection | None = None  # planned for a new budget, not yet in force
         self._asks_anyway = False  # for another selection, whatever the schedule says
         self._last = Progress()  # where the run stood at the last selection
@@ -173,7 +174,8 @@ class Controller:
             asked = self.asked_seconds(now)
             correction = self.feedback.limit(asked) / asked if asked is not None and self.correct else 1.0
         policy = replace(self.policy, budget=self._budget(mode))
-        return plan(policy, self.prices(mode), self._values, now, correction, self._bytes_within(now, mode), near)
+        values, within = without(self._values, self.frozen), self._bytes_within(now, mode)
+        return plan(policy, self.prices(mode), values, now, correction, within, near)
 
     def take(self, selection: Selection, now: Progress) -> None:
         """This selection is in force from now on."""
@@ -343,7 +345,8 @@ class Controller:
             return
         try:
             then = replace(now, round=self._next_round)
-            plan(replace(self.policy, budget=self._budget(mode)), self.prices(mode), self._values, then)  # or it is refused
+            values, policy = without(self._values, self.frozen), replace(self.policy, budget=self._budget(mode))
+            plan(policy, self.prices(mode), values, then)  # or it is refused
             self._pending = self._plan(then, mode)
         except BaseException:
             self.policy = old

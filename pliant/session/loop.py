@@ -29,12 +29,13 @@ from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, found, in_groups, restore_
+from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, in_groups
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
+from pliant.session.user_flags import UserFlags
 from pliant.signals.drift import Drift
 
 
@@ -61,7 +62,7 @@ class Loop:
         self.total_steps: int | None = None
         self.steps = 0
         self._probe_on = probe
-        self.found = found(model)
+        self.flags = UserFlags(model, self.params)
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
@@ -153,6 +154,7 @@ class Loop:
         if self.laps.is_running:
             self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
         batches.check_not_empty(batch)
+        self._heed_flags()
         try:
             few = None if self.norms.is_settled else self._settle_norms(batch)
             if not self.controller.units:
@@ -177,11 +179,21 @@ class Loop:
         self._hold_norms(self.selection.params)
         self.laps.begin()
 
+    def _heed_flags(self) -> None:
+        """What the user has frozen is not chosen, and what was chosen of it is chosen no more."""
+        if self.flags.heed_():
+            self.controller.frozen = self.flags.frozen
+            self.note(f"you froze {', '.join(sorted(self.flags.frozen)) or 'nothing any more'}")
+            if self.controller.selection is not None and not self.selection.params.isdisjoint(self.flags.frozen):
+                self.controller.ask_again()
+
     def record(self, result: StepResult) -> None:
         """A step is over: count it and write it down."""
         self.engine.release()
         for news in self.engine.news():
             self.note(news)
+        if result.loss is not None and self.engine.skipped:
+            self.note("step skipped: its gradients are not finite")
         self.steps += 1
         self.log.step(self.steps, self.round, result.loss, result.seconds)
         if result.bytes is not None:
@@ -368,7 +380,8 @@ class Loop:
         sliced = self.engine.choose_(selection.parts, self.params)
         apply_(self.params, self.engine.optimizer, selection.params - sliced, self._state_rule)
         if not self.freezes:
-            restore_(self.found)
+            self.flags.restore_()
+        self.flags.remember()
 
     @property
     def _state_rule(self) -> Literal["keep", "drop"]:
@@ -416,4 +429,5 @@ class Loop:
             self.stepper.release()
             self.engine.release()
             self.norms.release_()
-            restore_(self.found)
+            self.flags.heed_()
+            self.flags.restore_()

@@ -21,8 +21,9 @@ from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
-from pliant.runtime.optimizer_step import Update, needs_closure
+from pliant.runtime.optimizer_step import OnNan, Update, needs_closure
 from pliant.runtime.sample_ids import ids_of
+from pliant.runtime.torch_internals import without_dynamo
 from pliant.session import checkpoint, resume
 from pliant.session.controller import Controller
 from pliant.session.delta import Undo
@@ -66,6 +67,7 @@ class Session:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         accumulate: int = 1,
+        on_nan: OnNan | None = None,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         cache: Features | str | int | None = None,
@@ -87,6 +89,10 @@ class Session:
         as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the
         data of the running statistics. Where everything is chosen without a budget, norms run as in plain training.
 
+        `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), an
+        error says so ("raise"), or it is taken ("ignore"). By default it is skipped on the CPU, and taken elsewhere: to look
+        would make every step wait for the device, and none could be captured. A GradScaler always skips it.
+
         `correct` changes the selection within a round where measured steps miss the time that was asked, or take more memory.
         Selections then depend on measurements; without it, on the profile and the seed alone.
         """
@@ -107,7 +113,7 @@ class Session:
                 f"Remove it."
             )
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
-        self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate)
+        self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
         self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype)
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
@@ -225,6 +231,7 @@ class Session:
 
     # ------------------------------------------------------------ steps
 
+    @without_dynamo
     def step(self, batch: Any, ids: Any = None) -> torch.Tensor:
         """Forward, backward and (every `accumulate` calls) the optimizer's step. Returns the loss, detached.
 
@@ -236,6 +243,7 @@ class Session:
             ids = ids_of(batch) if ids is None else ids
         return self._loop.step(batch, ids)
 
+    @without_dynamo
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; your own forward, backward and optimizer step follow."""
         self._check_open()
@@ -375,6 +383,12 @@ class Session:
             return
         self._closed = True
         self._loop.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a session cannot be copied or pickled: it belongs to one model and one optimizer. Use session.save(path), and "
+            "load(path) in a session on a new model."
+        )
 
     def __enter__(self) -> Session:
         return self

@@ -55,7 +55,8 @@ def probe(
     Gradients stream: each is scored and freed as it appears. With `windows`, parameters are scored window by window, each in
     passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
     `around()`. Without `freeze`, no parameter is frozen meanwhile. `scale` (a GradScaler's) multiplies the loss and is divided
-    out of the gradients again. A unit whose gradient is not finite gets NaN; a loss that is not finite is a `ProbeError`.
+    out of the gradients again. A unit whose gradient is not finite gets NaN; where none is finite, or the loss is not, that is
+    a `ProbeError`.
     """
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
@@ -84,6 +85,11 @@ def probe(
                 continue
             for part in parts:
                 stream.run(part, lambda name, grad: tally.add(_scored(blank[name], grad, update), 1 / len(parts)))
+    if scale == 1.0 and tally.is_spoilt:  # a scale that is too large is the scaler's matter
+        raise ProbeError(
+            "the loss of the probe batch is finite, but no gradient is: nothing can be learned from it. Check this batch and "
+            "the weights, and what the loss divides by or takes the root of."
+        )
     return tally.values()
 
 
@@ -120,6 +126,11 @@ class _Tally:
             worth = self._signal.worth(seen)
             for i, part in self._parts.get(seen.name, ()):
                 self._found.append((i, _of_part(worth, part, seen.weight.shape).double() * weight))
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether nothing that was seen is finite."""
+        return bool(self._found) and not any(bool(amount.isfinite()) for _, amount in self._found)
 
     def values(self) -> dict[Unit, float]:
         totals = [0.0] * len(self._units)

@@ -14,7 +14,6 @@ Functions without a rule save what they always save. Those that are not known to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -69,8 +68,3 @@ class Lean(TorchFunctionMode):
         if rule is None or not current.is_active:
             return func(*args, **kwargs)
         return rule(current, func, args, kwargs)
-
-
-def as_plain(functions: Iterable[str]) -> str:
-    """What is said about functions that the lean engine does not know."""
-    return f"{', '.join(sorted(functions))} keep what plain autograd keeps"
