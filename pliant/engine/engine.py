@@ -31,7 +31,8 @@ from pliant.engine.news import News, as_plain
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import CachedRows, Prefix
-from pliant.engine.slices.slices import Slices, check_can_train
+from pliant.engine.slices.checks import check_can_train
+from pliant.engine.slices.slices import Slices
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak
@@ -63,7 +64,6 @@ class Engine:
         self.slices: Slices | None = None
         self.units_are_sliced = False  # whether channels may be chosen
         self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
-        self._ends = Ends()
         self._chosen: Hashable = None
         self._compiled = CompiledParts(model, loss)
         self._prefix = Prefix(model, features, prefix_dtype)
@@ -75,7 +75,7 @@ class Engine:
         self._memory_is_limited, self._captures_pay, self._room = False, True, True  # see `settle`
         self._is_callers = self._no_ids = self._is_eager = False
         self.not_captured: str | None = None  # why "auto" has given up on captures
-        self._news = News()
+        self._news, self._ends = News(), Ends()
         self.fills = self.skipped = False  # whether the last batch was put into the cache, and its step left out
         self.use_optimizer(optimizer)
 
@@ -121,12 +121,10 @@ class Engine:
         """Why no step can be captured, as far as is known before one is tried."""
         if self._graphs is None:
             return "there is no CUDA device"
-        if self._update.scaler is not None:
-            return "a GradScaler reads every step's gradients"
+        if self._update.reads_gradients:
+            return f"{'on_nan' if self._update.scaler is None else 'a GradScaler'} reads every step's gradients"
         if "readings" in self.origin:
             return "which layers run is random"
-        if self._update.reads_gradients:
-            return "on_nan reads every step's gradients"
         sliced = self.units_are_sliced or self.slices is not None
         return "channels are chosen" if sliced else self._graphs.refusal
 

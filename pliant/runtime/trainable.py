@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,22 @@ def in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimize
     """Names of the parameters that the optimizer holds."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return {name for name, param in among.items() if id(param) in held}
+
+
+def leave_out_unheld(
+    among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, wanted: Collection[str]
+) -> tuple[set[str], str | None]:
+    """Names of the parameters that the optimizer holds. Where some are missing of those that are wanted: a warning, and what to
+    write into the log. None of them is an error."""
+    held = in_groups(among, optimizer)
+    missing = [name for name in wanted if name not in held]
+    if not missing:
+        return held, None
+    text = f"{missing[0]!r} is in no param group of the optimizer ({len(missing)} such parameters)"
+    if len(missing) == len(wanted):
+        raise ValueError(f"nothing can be chosen: {text}. Build the optimizer over the model's parameters.")
+    warnings.warn(f"{text}: never chosen. Build the optimizer over all parameters to change that.", stacklevel=2)
+    return held, f"never chosen: {text}"
 
 
 def check_in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, chosen: Collection[str]) -> None:

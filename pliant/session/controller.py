@@ -19,7 +19,7 @@ from torch import nn
 from pliant.core.budget import RESOURCES, Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
-from pliant.core.types import Part, Selection, Unit, narrowed
+from pliant.core.types import Selection, Unit, narrowed
 from pliant.cost.charge import ChargeKind
 from pliant.cost.measure import origin, read_graph, sparing
 from pliant.cost.profile import Profile
@@ -27,6 +27,7 @@ from pliant.engine.kernels.prices import PRICES
 from pliant.planning.floor import in_reach, least_bytes, leaving_room
 from pliant.planning.plan import plan, without
 from pliant.planning.policy import Policy
+from pliant.planning.windows import windows
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
@@ -37,7 +38,6 @@ Probe = Callable[[int], dict[Unit, float]]
 
 LOOK_EVERY = 10  # steps between two comparisons of measured and predicted seconds
 _STEPS_LEFT = 1000  # that a selection is taken to last where the length of the run is unknown
-_WHILE_SCORED = 3  # times a parameter's bytes, while it is scored: a gradient, its update and their product
 
 
 class Controller:
@@ -212,23 +212,7 @@ class Controller:
             limit -= sum(charge.cost.bytes for charge in due if charge.kind is ChargeKind.OPTIMIZER)
         if mode.graphs:  # captured steps are released meanwhile
             limit += prices.inference
-        signal, size = self.policy.signal, {name: prices.param_bytes(name) for name in names}
-        if signal.needs == "activation":
-            size = {name: prices.output_bytes(name) for name in names}
-
-        def fits(window: list[str]) -> bool:
-            held = sum(size[name] for name in window) if signal.needs == "activation" else 0
-            scoring = _WHILE_SCORED * max(size[name] for name in window)
-            passes = prices.without_optimizer.cost([Unit("*", tuple(Part(name) for name in window))]).bytes
-            return passes + held + scoring <= limit
-
-        out: list[list[str]] = []
-        for name in names:
-            if out and fits([*out[-1], name]):
-                out[-1].append(name)
-            elif fits([name]):
-                out.append([name])
-        return out
+        return windows(self.policy.signal, prices, names, limit)
 
     # ------------------------------------------------------------ the closed loop
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,7 +28,7 @@ from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, in_groups
+from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, leave_out_unheld
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
@@ -126,7 +125,7 @@ class Loop:
         value, result = self.stepper.run(batch, ids)
         if result is not None:
             self.record(result)
-        self._follow_engine(before)
+        self.follow_engine(before)
         return value
 
     def before_step(self, batch: Any) -> None:
@@ -212,7 +211,7 @@ class Loop:
                 self.energy = EnergyUse(self.device) if self.budget.energy is not None else None
                 what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
                 self.controller.measure(*what, around)
-                unheld = self._leave_out_unheld()
+                unheld = self.leave_out_unheld()
                 if self.energy is not None and self.controller.profile is not None:
                     watts = partial(
                         power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around
@@ -228,18 +227,12 @@ class Loop:
         if unheld is not None:
             self.note(unheld)
 
-    def _leave_out_unheld(self) -> str | None:
+    def leave_out_unheld(self) -> str | None:
         """What the optimizer does not hold would be paid for and never move: it is not chosen. Returns what to say of it."""
-        held = in_groups(self.params, self.engine.optimizer)
-        missing = [name for unit in self.controller.units for name in unit.params if name not in held]
+        params = [name for unit in self.controller.units for name in unit.params]
+        held, text = leave_out_unheld(self.params, self.engine.optimizer, params)
         self.controller.keep_only(held)
-        if not missing:
-            return None
-        text = f"{missing[0]!r} is in no param group of the optimizer ({len(missing)} such parameters)"
-        if not self.controller.units:
-            raise ValueError(f"nothing can be chosen: {text}. Build the optimizer over the model's parameters.")
-        warnings.warn(f"{text}: never chosen. Build the optimizer over all parameters to change that.", stacklevel=2)
-        return f"never chosen: {text}"
+        return text
 
     def _settle_norms(self, batch: Any) -> float | None:
         """Decide which statistics norms use; returns the values per channel if they are too few for batch statistics."""
@@ -254,9 +247,9 @@ class Loop:
         if budget is not None and budget.memory is not None and self.engine.could_capture:
             changed["room"] = self.controller.has_room(budget, self.progress, before)
         self.engine.settle(budget, **changed)
-        self._follow_engine(before)
+        self.follow_engine(before)
 
-    def _follow_engine(self, before: Mode) -> None:
+    def follow_engine(self, before: Mode) -> None:
         """Where the engine changed its mode: steps so far are judged by the old prices, later ones by the new."""
         if self.engine.mode != before:
             self.read_steps()
@@ -387,38 +380,6 @@ class Loop:
     def _state_rule(self) -> Literal["keep", "drop"]:
         """What happens to the optimizer state of what is no longer chosen: where memory is limited it is dropped."""
         return "drop" if self.budget.memory is not None else self.policy.state
-
-    # ------------------------------------------------------------ what changes from outside
-
-    def change_budget(self, budget: Budget) -> None:
-        """A budget that cannot be kept is refused, and the old one stays."""
-        self.read_steps()  # they ran under the old one
-        old, before = self.budget, self.controller.snapshot()
-        try:
-            self.settle(budget)
-            self.controller.change_budget(budget, self.progress, self.engine.mode)
-        except BaseException:
-            self.settle(old)
-            self.controller.restore(before)
-            raise
-
-    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Another optimizer takes the steps; values are probed again."""
-        if self.controller.selection is not None:
-            check_in_groups(self.params, optimizer, self.selection.params)
-            self.engine.check(self.selection.parts, optimizer)
-            self.controller.ask_again()
-        before = self.engine.mode
-        self.stepper.use_optimizer(optimizer)
-        unheld = self._leave_out_unheld()
-        self._follow_engine(before)
-        self.note("the optimizer was replaced" if unheld is None else f"the optimizer was replaced; {unheld}")
-
-    def forget(self) -> None:
-        """Weights and optimizer state were replaced."""
-        self.engine.forget()
-        self.settle()
-        self.stepper.drop()
 
     def close(self) -> None:
         """Restore trainable flags and modes as they were found."""

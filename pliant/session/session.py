@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,13 +20,14 @@ from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
-from pliant.runtime.optimizer_step import OnNan, Update, needs_closure
+from pliant.runtime.optimizer_step import OnNan, Update
 from pliant.runtime.sample_ids import ids_of
 from pliant.runtime.torch_internals import without_dynamo
-from pliant.session import checkpoint, resume
+from pliant.session import changes, checkpoint, resume
 from pliant.session.controller import Controller
 from pliant.session.delta import Undo
 from pliant.session.feedback import Feedback, Round
+from pliant.session.fit import fit
 from pliant.session.loop import Loop
 from pliant.session.run_log import RunLog, display
 
@@ -102,7 +102,7 @@ class Session:
             cache = Features(cache)
         if cache is not None and not isinstance(cache, Features):
             raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
-        _check_cost_is_known(optimizer, policy.budget)
+        changes.check_cost_is_known(optimizer, policy.budget)
         earlier = _OPEN[model]() if model in _OPEN else None
         if earlier is not None:
             earlier.close()
@@ -210,8 +210,7 @@ class Session:
         self._check_open()
         if not isinstance(budget, Budget):
             raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
-        _check_cost_is_known(self.optimizer, budget)
-        self._loop.change_budget(budget)
+        changes.change_budget(self._loop, budget)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -221,8 +220,7 @@ class Session:
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_open()
-        _check_cost_is_known(optimizer, self.budget)
-        self._loop.use_optimizer(optimizer)
+        changes.use_optimizer(self._loop, optimizer)
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: what the last rounds asked, predicted and measured, and what is chosen now."""
@@ -255,56 +253,7 @@ class Session:
         Returns the mean loss of each epoch that it ran. A loader without a length (that of an `IterableDataset`) is read to
         its end in every epoch; a session that knows `steps_per_epoch` reads no more than that.
         """
-        accumulate = self.update.accumulate
-        if self.steps_per_epoch is None:
-            try:
-                length = len(loader)
-            except TypeError:
-                return self._fit_stream(loader, epochs, on_step)
-            self.steps_per_epoch = length // accumulate
-            if not self.steps_per_epoch:
-                raise ValueError(f"the loader has {length} batches, and accumulate={accumulate} takes more for one step.")
-        if self.total_steps is None:
-            self.total_steps = epochs * self.steps_per_epoch
-        means = []
-        for epoch in range(self._loop.steps // self.steps_per_epoch, epochs):
-            done = (self._loop.steps - epoch * self.steps_per_epoch) * accumulate
-            losses = []
-            for batch in islice(loader, done, self.steps_per_epoch * accumulate):
-                losses.append(self.step(batch))
-                if on_step is not None:
-                    on_step(self.progress, losses[-1])
-            if self._loop.steps < (epoch + 1) * self.steps_per_epoch:
-                raise ValueError(
-                    f"the loader ended after {done + len(losses)} batches, but steps_per_epoch={self.steps_per_epoch} with "
-                    f"accumulate={accumulate} needs {self.steps_per_epoch * accumulate}."
-                )
-            means.append(float(torch.stack(losses).float().mean()))
-        return means
-
-    def _fit_stream(
-        self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None
-    ) -> list[float]:
-        """`fit` where nobody knows the length of an epoch. Batches at its end that are too few for a step are left out."""
-        if self._loop.steps:
-            raise ValueError(
-                f"the loader has no length, so the epoch of step {self._loop.steps} is unknown: give Session steps_per_epoch=…"
-            )
-        means: list[float] = []
-        for _ in range(epochs):
-            losses, batches = [], iter(loader)
-            while len(step := list(islice(batches, self.update.accumulate))) == self.update.accumulate:
-                for batch in step:
-                    losses.append(self.step(batch))
-                    if on_step is not None:
-                        on_step(self.progress, losses[-1])
-            if not losses:
-                raise ValueError(
-                    f"the loader gave {len(step)} batches in epoch {len(means) + 1}; a step takes {self.update.accumulate}. "
-                    f"A generator can be read only once: give a loader that begins again in every epoch."
-                )
-            means.append(float(torch.stack(losses).float().mean()))
-        return means
+        return fit(self._loop, self.step, loader, epochs, on_step)
 
     @property
     def caches(self) -> bool:
@@ -369,7 +318,7 @@ class Session:
         """Weights, buffers and optimizer state as they were at the start. The session goes on from there."""
         self._undoable().rollback_(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        self._loop.forget()
+        changes.forget(self._loop)
         self._loop.note("rolled back to the start")
 
     def _undoable(self) -> Undo:
@@ -395,12 +344,3 @@ class Session:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _check_cost_is_known(optimizer: torch.optim.Optimizer, budget: Budget) -> None:
-    """Refuse a budget for steps that evaluate the loss as often as the optimizer likes."""
-    if needs_closure(optimizer) and budget != Budget():
-        raise ValueError(
-            f"{type(optimizer).__name__} takes a closure, which it evaluates several times in a step: what a step costs is "
-            f"unknown, and no budget can be kept. Use a recipe without one (full, head, lisa, badam), or another optimizer."
-        )

@@ -1,0 +1,54 @@
+"""What a user changes while a session is open: the budget, and the optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from pliant.core.budget import Budget
+from pliant.runtime.optimizer_step import needs_closure
+from pliant.runtime.trainable import check_in_groups
+from pliant.session.loop import Loop
+
+
+def check_cost_is_known(optimizer: torch.optim.Optimizer, budget: Budget) -> None:
+    """Refuse a budget for steps that evaluate the loss as often as the optimizer likes."""
+    if needs_closure(optimizer) and budget != Budget():
+        raise ValueError(
+            f"{type(optimizer).__name__} takes a closure, which it evaluates several times in a step: what a step costs is "
+            f"unknown, and no budget can be kept. Use a recipe without one (full, head, lisa, badam), or another optimizer."
+        )
+
+
+def change_budget(loop: Loop, budget: Budget) -> None:
+    """A budget that cannot be kept is refused, and the old one stays."""
+    check_cost_is_known(loop.engine.optimizer, budget)
+    loop.read_steps()  # they ran under the old one
+    old, before = loop.budget, loop.controller.snapshot()
+    try:
+        loop.settle(budget)
+        loop.controller.change_budget(budget, loop.progress, loop.engine.mode)
+    except BaseException:
+        loop.settle(old)
+        loop.controller.restore(before)
+        raise
+
+
+def use_optimizer(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
+    """Another optimizer takes the steps; values are probed again."""
+    check_cost_is_known(optimizer, loop.budget)
+    if loop.controller.selection is not None:
+        check_in_groups(loop.params, optimizer, loop.selection.params)
+        loop.engine.check(loop.selection.parts, optimizer)
+        loop.controller.ask_again()
+    before = loop.engine.mode
+    loop.stepper.use_optimizer(optimizer)
+    unheld = loop.leave_out_unheld()
+    loop.follow_engine(before)
+    loop.note("the optimizer was replaced" if unheld is None else f"the optimizer was replaced; {unheld}")
+
+
+def forget(loop: Loop) -> None:
+    """Weights and optimizer state were replaced."""
+    loop.engine.forget()
+    loop.settle()
+    loop.stepper.drop()
