@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import ENGINES as AROUND
-from oracle import on_steady_device
+from oracle import differences, on_steady_device, snapshot
 from test_graphs import Stand
 from torch import nn
 
@@ -84,7 +84,7 @@ def test_names_of_views_do_not_count(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(4, 6, 8)
     profile = measure.timed(model, sgd(model), mean_square, x, repeats=1)
-    assert profile.full.seconds > profile.base.seconds > 0
+    assert profile.full.seconds >= profile.base.seconds > 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -122,11 +122,11 @@ def smooth() -> nn.Module:
 
 
 RECIPES = {
-    "pliant": recipes.pliant(time=0.97),
-    "elastic_trainer": recipes.elastic_trainer(time=0.97),
+    "pliant": recipes.pliant(time=0.9),
+    "elastic_trainer": recipes.elastic_trainer(time=0.9),
     "green_trainer": recipes.green_trainer(macs=0.9),
     "lisa": recipes.lisa(),
-    "last": recipes.last(0.97),
+    "last": recipes.last(0.9),
     "head": recipes.head(),
     "full": recipes.full(),
 }
@@ -136,7 +136,20 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_loss_may_differentiate(recipe: str, loss: Loss) -> None:
     batches = [torch.randn(6, 8, dtype=torch.float64) for _ in range(3)]
-    train(smooth(), loss, batches, RECIPES[recipe])
+    train(smooth(), loss, batches, on_steady_device(RECIPES[recipe]))
+
+
+@pytest.mark.parametrize("memory_is_short", [False, True])
+@pytest.mark.parametrize("loss", [with_penalty, after_one_step])
+def test_a_loss_that_differentiates_is_timed(loss: Loss, memory_is_short: bool) -> None:
+    """Every recipe that measures time ended in an error."""
+    model, x = smooth(), torch.randn(6, 8, dtype=torch.float64)
+    cost = measure.sparing(measure.timed) if memory_is_short else measure.timed
+    before = snapshot(model)
+    profile = cost(model, sgd(model), loss, x, repeats=1)
+    assert profile.full.seconds >= profile.base.seconds > 0 and profile.inference > 0
+    assert profile.head == ("4.bias", "4.weight")
+    assert differences(before, snapshot(model)) == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -321,7 +334,7 @@ def test_a_random_graph_is_timed(draw: str) -> None:
     before = rng_states()
     profile = measure.timed(model, sgd(model), mean_square, x, repeats=1)
     assert is_same(before, rng_states())
-    assert profile.origin["readings"] > 1 and profile.full.seconds > profile.base.seconds > 0
+    assert profile.origin["readings"] > 1 and profile.full.seconds >= profile.base.seconds > 0
     assert Profile.from_json(profile.to_json()) == profile
 
 
