@@ -18,9 +18,10 @@ Selections are the last tensors, scattered ones, or scattered ones among the las
 CPU: CPU time of one thread. A selection and a full step take turns, and the ratio of the fastest of each is compared. GPU:
 synchronised wall time, medians. With `--engine graphs` a selection is timed as captured steps of a session.
 
-In runs, the mean of all steps counts, as the session measured them, over the full step of its own profile. After every twelve
-steps a second copy takes full steps (the first of them is not counted): their mean over the profiled full step shows how much
-other work disturbed the machine. `turns.py` compares single steps instead. Bytes are beyond parameters and batch.
+In runs, the mean of all steps counts, as the session measured them. After every twelve steps a second copy takes full steps, of
+which the first is not counted. The share of a run is its mean step over their mean: work beside the run slows both. The last
+column says how far they are from the full step that was profiled. `turns.py` compares single steps instead. Bytes are beyond
+parameters and batch.
 """
 
 from __future__ import annotations
@@ -203,14 +204,16 @@ def table(cells: list[dict[str, Any]]) -> str:
         )
     lines += [
         "",
-        "| run | asked | first prediction | mean step | error | selections | time choosing | full step: now / profiled |",
+        "| run | asked | first prediction | share of full steps beside it | error | selections | time choosing "
+        "| full steps: beside it / profiled |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for c in cells:
         for run in c["runs"]:
+            share = run["mean_step"] / run["full_now_over_full_at_the_start"]
             lines.append(
                 f"| {c['network']}, {run['recipe']}, {run['steps']} steps | {run['asked']:.2f} | {run['first_selection']:.3f} "
-                f"| {run['mean_step']:.3f} | {run['mean_step'] / run['asked'] - 1:+.1%} | {run['selections']} "
+                f"| {share:.3f} | {share / run['asked'] - 1:+.1%} | {run['selections']} "
                 f"| {run['choosing']:.1%} | {run['full_now_over_full_at_the_start']:.3f} |"
             )
     return "\n".join(lines) + "\n"
