@@ -32,9 +32,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fnmatch
 import importlib.metadata
 import json
+import multiprocessing
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,15 +42,15 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import record
 import torch
-from foreign_models import ROWS, TEN, Case, Row
+from foreign_models import ROWS, TEN, Case, Row, declare_torchvision
 from pliant.runlog import read as read_log
 from torch import nn
 
@@ -58,6 +58,7 @@ from pliant import Budget, BudgetError, Policy, Session, measure, recipes, sched
 
 STEPS, EVERY = 6, 2  # steps of a run, and steps between two selections
 TIME, MEMORY = 0.5, 0.3
+RESOURCES = {"time": "seconds", "memory": "bytes", "macs": "macs"}  # limits, and what a cost calls them
 ENGINES = ("plain", "lean", "prefix", "lean+prefix")
 RATE = 2.0**-6
 CLOSE = 1e-6  # of the largest gradient: some models compute parts in float32 whatever their weights are
@@ -154,25 +155,34 @@ def _hooks(module: nn.Module) -> list[int]:
 
 
 def first_step(session: Session, batch: Any, found: dict[str, Any]) -> None:
-    """Begin. A budget below the floor is refused, and the floor that the error names must then be kept."""
-    kind = "memory" if session.budget.time is None else "time"
-    try:
+    """Begin. A budget below the floor is refused, and the floor that the error names must then be kept.
+
+    Where nothing but the head fits into the budget, the steps after the first one get half of what is left.
+    """
+    limits = {kind: getattr(session.budget, kind) for kind in RESOURCES if getattr(session.budget, kind) is not None}
+    if not limits:
         session.step(batch)
         return
+    [(kind, asked)], name = limits.items(), RESOURCES[next(iter(limits))]
+    try:
+        session.step(batch)
     except BudgetError as error:
-        floor = re.search(rf"Use {kind}>=([0-9.]+)", str(error))
-        forward = re.search(r"forward pass alone takes ([0-9.]+)", str(error))
-        if floor is None or forward is None:
+        named = re.search(rf"Use {kind}>=([0-9.]+)", str(error))
+        if named is None:
             raise
-    found["floor"], found["forward"] = float(floor[1]), float(forward[1])
-    session.budget = Budget(**{kind: found["floor"]})
-    session.step(batch)
-    session.budget = Budget(**{kind: (1 + found["floor"]) / 2})
-    if kind == "time" and found["forward"] <= TIME:
-        raise Failed(
-            f"the floor is {found['floor']:g}, though the forward pass alone takes {found['forward']:g} of a full step"
-        )
-    return 1
+        found["floor"] = float(named[1])
+        session.budget = Budget(**{kind: found["floor"]})
+        session.step(batch)
+    profile = session.profile
+    full, forward = getattr(profile.full, name), getattr(profile.base, name)
+    head = [unit for unit in session.units if not set(profile.head).isdisjoint(unit.params)]
+    others = [unit for unit in session.units if unit not in head and profile.due([unit])]
+    if min((getattr(profile.cost([*head, unit]), name) for unit in others), default=full) > asked * full:
+        found["floor"] = found.get("floor", getattr(profile.cost(head), name) / full)
+        session.budget = Budget(**{kind: (1 + found["floor"]) / 2})
+    found["forward"] = forward / full
+    if kind == "time" and found.get("floor", 0) > max(TIME, (1 + forward / full) / 2):
+        raise Failed(f"the floor is {found['floor']:.2f}, the forward pass {forward / full:.2f}: the head is most of the rest")
 
 
 def judge(session: Session, chosen: list[frozenset[str]], again: bool = True) -> None:
@@ -187,39 +197,43 @@ def judge(session: Session, chosen: list[frozenset[str]], again: bool = True) ->
         raise Failed("nothing is chosen again")
 
 
-def limited(row: Row, kind: str, found: dict[str, Any]) -> None:
-    """Six steps inside a budget; saved in the middle, and gone on with from there by a fresh model."""
+def limited(row: Row, kind: str, found: dict[str, Any]) -> dict[str, str]:
+    """Six steps inside a budget; saved in the middle, and gone on with from there by a fresh model. Reasons by check."""
     case = row.build()
     policy = recipes.pliant(**{kind: TIME if kind == "time" else MEMORY}, when=schedule.every(steps=EVERY))
+    before = outside(case.model)
     with tempfile.TemporaryDirectory() as folder:
         saved, log = Path(folder, "run.pt"), Path(folder, "run.jsonl")
-        before = outside(case.model)
-        session = Session(case.model, sgd(case.model), case.loss, policy, correct=False, log=log)
-        chosen: list[frozenset[str]] = []
-        try:
-            first_step(session, case.batch, found)
-            for step in range(1, STEPS):
-                if step == STEPS // 2:
-                    session.save(saved)
-                was = values(case.model)
-                loss = session.step(case.batch)
-                chosen.append(frozenset(session.selection.params))
-                if not torch.isfinite(loss).all():
-                    raise Failed(f"the loss is {float(loss)}")
-                is_same(case.model, was, frozenset(dict(case.model.named_parameters())) - chosen[-1])
+        with Session(case.model, sgd(case.model), case.loss, policy, correct=False, log=log) as session:
+            chosen = steps(session, case, found, saved)
+            out = {kind: reason(lambda: judge(session, chosen))}
             if kind == "memory" and "lean" not in session.engine:
-                raise Failed(f"runs on the {session.engine} engine: {session.why_not}")
+                out[kind] = f"runs on the {session.engine} engine: {session.why_not}"
             found["chosen"] = f"{len(session.selection.units)} of {len(session.units)}"
             found["notes"] = sorted({line["text"] for line in read_log(log) if line["event"] == "note"})
-            judged = _reason(lambda: judge(session, chosen))
-            ended, where = values(case.model), session.progress.step
-        finally:
-            session.close()
-        if kind == "time":
-            found["restored"] = _reason(lambda: is_restored(row, case, before))
-            found["resume"] = _reason(lambda: goes_on(row, policy, saved, ended, where, chosen[-1]))
-        if judged:
-            raise Failed(judged)
+            ended = values(case.model)
+        out[f"{kind}, restored"] = reason(lambda: is_restored(row, case, before))
+        out[f"{kind}, resumed"] = reason(lambda: goes_on(row, policy, saved, ended, chosen))
+    return out
+
+
+def steps(session: Session, case: Case, found: dict[str, Any], saved: Path | None = None) -> list[frozenset[str]]:
+    """Six steps, saved in the middle: losses are finite, and what is not chosen does not move. Returns what was chosen."""
+    chosen: list[frozenset[str]] = []
+    everything = frozenset(name for name, _ in case.model.named_parameters())
+    for step in range(STEPS):
+        if saved is not None and step == STEPS // 2:
+            session.save(saved)
+        was = values(case.model)
+        if step == 0:
+            first_step(session, case.batch, found)
+            continue
+        loss = session.step(case.batch)
+        chosen.append(frozenset(session.selection.params))
+        if not torch.isfinite(loss).all():
+            raise Failed(f"the loss is {float(loss)}")
+        is_same(case.model, was, everything - chosen[-1])
+    return chosen
 
 
 def is_same(model: nn.Module, was: dict[str, torch.Tensor], names: frozenset[str]) -> None:
@@ -233,15 +247,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach())
 
 
-def goes_on(row: Row, policy: Policy, saved: Path, ended: dict[str, torch.Tensor], steps: int, chosen: frozenset[str]) -> None:
+def goes_on(row: Row, policy: Policy, saved: Path, ended: dict[str, torch.Tensor], chosen: list[frozenset[str]]) -> None:
     """A fresh model that loads the file ends where the first one did."""
     case = row.build(seed=1)
     batch = row.build().batch
     with Session(case.model, sgd(case.model), case.loss, policy, correct=False) as session:
         session.load(saved)
-        while session.progress.step < steps:
+        again = []
+        for _ in range(STEPS // 2):
             session.step(batch)
-        if frozenset(session.selection.params) != chosen:
+            again.append(frozenset(session.selection.params))
+        if again != chosen[-len(again) :]:
             raise Failed("the resumed run chooses something else")
         now = values(case.model)
         differ = [name for name in ended if not torch.equal(_bits(ended[name]), _bits(now[name]))]
@@ -307,23 +323,14 @@ def follows(row: Row, name: str, found: dict[str, Any]) -> None:
     """Another recipe: six steps, nothing moves that is not chosen."""
     case = row.build()
     with Session(case.model, sgd(case.model), case.loss, OTHER_RECIPES[name](), correct=False) as session:
-        chosen: list[frozenset[str]] = []
-        limited = session.budget.time is not None
-        for step in range(STEPS):
-            was = values(case.model)
-            if limited and step == 0:
-                first_step(session, case.batch, found)
-                continue
-            session.step(case.batch)
-            chosen.append(frozenset(session.selection.params))
-            is_same(case.model, was, frozenset(dict(case.model.named_parameters())) - chosen[-1])
+        chosen = steps(session, case, found)
         judge(session, chosen, again=name != "last")
 
 
 # ---------------------------------------------------------------- one row
 
 
-def _reason(check: Callable[[], None]) -> str:
+def reason(check: Callable[[], None]) -> str:
     """Empty if it holds, else why it does not."""
     try:
         check()
@@ -346,7 +353,7 @@ def _heard(into: set[str]) -> Iterator[None]:
     into |= {f"{one.category.__name__}: {' '.join(str(one.message).split())[:160]}" for one in several}
 
 
-def check(row: Row, others: bool = True) -> dict[str, Any]:
+def check(row: Row) -> dict[str, Any]:
     """Every check of a row: reasons by check, empty where it holds, and what was seen."""
     usual, leaked, seen = set[str](), set[str](), dict[str, Any]()
     with _heard(usual):
@@ -357,38 +364,70 @@ def check(row: Row, others: bool = True) -> dict[str, Any]:
     with _heard(leaked):
         for kind in ("time", "memory"):
             seen[kind] = {}
-            reasons[kind] = _reason(lambda kind=kind: limited(row, kind, seen[kind]))
-        reasons |= {name: seen["time"].pop(name) for name in ("restored", "resume") if name in seen["time"]}
+            reasons[kind] = reason(lambda kind=kind: reasons.update(limited(row, kind, seen[kind]))) or reasons.get(kind, "")
         seen["engines"] = {}
         for engine in ENGINES:
-            reasons[engine] = _reason(lambda engine=engine: agrees(row, engine, seen["engines"]))
-        if others and row.name in TEN:
+            reasons[engine] = reason(lambda engine=engine: agrees(row, engine, seen["engines"]))
+        if row.name in TEN:
             for name in OTHER_RECIPES:
                 seen[name] = {}
-                reasons[name] = _reason(lambda name=name: follows(row, name, seen[name]))
+                reasons[name] = reason(lambda name=name: follows(row, name, seen[name]))
     reasons["quiet"] = "; ".join(sorted(leaked - usual))
     return {"reasons": {name: reason for name, reason in reasons.items() if reason}, "checks": list(reasons), "seen": seen}
 
 
-def cell(name: str) -> dict[str, Any]:
+def started(name: str, folder: Path) -> tuple[multiprocessing.Process, float]:
     """One row in a process of its own, so that a crash or a hang is a row and not the end."""
-    row, start = ROWS[name], time.time()
-    if row.missing:
-        return {"row": name, "left out": row.missing}
-    try:
-        child = subprocess.run(
-            [sys.executable, __file__, "--row", name], capture_output=True, text=True, timeout=LIMIT, check=False
-        )
-        answer = child.stdout.rpartition("RESULT ")[2]
-        if child.returncode or not answer:
-            last = (child.stderr.strip().splitlines() or [""])[-1]
-            result = {"reasons": {"process": f"ended with {child.returncode}: {last[:300]}"}}
-        else:
-            result = json.loads(answer)
-    except subprocess.TimeoutExpired:
-        result = {"reasons": {"process": f"no end within {LIMIT} s"}}
-    commit = record.where()["commit"]
-    return {"row": name, **result, "seconds": round(time.time() - start, 1), "commit": commit}
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, folder / name.replace("/", " ")))
+    process.start()
+    return process, time.monotonic()
+
+
+def _child(name: str, path: Path) -> None:
+    with open(f"{path}.err", "w") as stream:
+        os.dup2(stream.fileno(), 2)
+        os.dup2(stream.fileno(), 1)
+        torch.set_num_threads(1)
+        answer = json.dumps(check(ROWS[name]))
+    path.write_text(answer)
+
+
+def result(name: str, process: multiprocessing.Process, seconds: float, folder: Path) -> dict[str, Any]:
+    """What the process found, or how it ended."""
+    path = folder / name.replace("/", " ")
+    if path.exists():
+        found = json.loads(path.read_text())
+    elif process.exitcode is None:
+        process.kill()
+        found = {"reasons": {"process": f"no end within {LIMIT} s"}}
+    else:
+        last = (Path(f"{path}.err").read_text().strip().splitlines() or [""])[-1]
+        found = {"reasons": {"process": f"ended with {process.exitcode}: {last[:300]}"}}
+    process.join()
+    return {"row": name, **found, "seconds": round(seconds, 1), "commit": record.where()["commit"]}
+
+
+def run(names: list[str], jobs: int) -> Iterator[dict[str, Any]]:
+    """Rows as they end, `jobs` at once. Packages are imported once, here."""
+    declare_torchvision()
+    for package in PACKAGES:
+        importlib.import_module(package)
+    waiting, running = list(names), dict[str, tuple[multiprocessing.Process, float]]()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                name = waiting.pop(0)
+                if ROWS[name].missing:
+                    yield {"row": name, "left out": ROWS[name].missing}
+                else:
+                    running[name] = started(name, folder)
+            wait([process.sentinel for process, _ in running.values()], timeout=1)
+            for name, (process, start) in list(running.items()):
+                seconds = time.monotonic() - start
+                if process.exitcode is not None or seconds > LIMIT:
+                    del running[name]
+                    yield result(name, process, seconds, folder)
 
 
 # ---------------------------------------------------------------- the table
@@ -401,7 +440,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     lines = ["### By package", "", "| package | rows | pass every check |", "|---|---|---|"]
     for package, count in Counter(c["row"].split("/")[0] for c in ran).items():
         lines.append(f"| {package} | {count} | {sum(name.startswith(package + '/') for name in passed)} |")
-    lines += [f"| all | {len(ran)} | {len(passed)} ({len(passed) / max(len(ran), 1):.0%}) |", ""]
+    lines += [f"| all | {len(ran)} | {len(passed)} ({100 * len(passed) / max(len(ran), 1):.0f} %) |", ""]
     lines += ["### What does not work", "", "| row | check | why |", "|---|---|---|"]
     for c in ran:
         lines += [f"| {c['row']} | {name} | {_cell(reason)} |" for name, reason in c["reasons"].items()]
@@ -431,11 +470,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=None, metavar="NAME", help="rows by name; '*' stands for anything")
     parser.add_argument("--again", action="store_true", help="run rows that did not pass once more")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once (1)")
-    parser.add_argument("--row", help="run this row here and print its result as JSON")
     args = parser.parse_args()
-    if args.row:
-        print("RESULT " + json.dumps(check(ROWS[args.row])))
-        return 0
     names = list(QUICK if args.quick else ROWS)
     if args.only:
         names = [name for name in ROWS if any(fnmatch.fnmatchcase(name, glob) for glob in args.only)]
@@ -446,15 +481,12 @@ def main() -> int:
     known = {one["row"]: one for one in record.load(path, setting)}
     due = [n for n in names if n not in known or args.only or (args.again and known[n].get("reasons"))]
 
-    def run(name: str) -> dict[str, Any]:
-        return cell(name)
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for one in pool.map(run, due):
-            known[one["row"]] = one
-            record.save(path, setting, [known[n] for n in ROWS if n in known], table([known[n] for n in ROWS if n in known]))
-            state = one.get("left out") or "; ".join(f"{k}: {v}" for k, v in one["reasons"].items()) or "pass"
-            print(f"{one['row']:36} {one.get('seconds', 0):6.1f} s  {state[:300]}", flush=True)
+    for one in run(due, args.jobs):
+        known[one["row"]] = one
+        cells = [known[n] for n in ROWS if n in known]
+        record.save(path, setting, cells, table(cells))
+        state = one.get("left out") or "; ".join(f"{name}: {why}" for name, why in one["reasons"].items()) or "pass"
+        print(f"{one['row']:36} {one.get('seconds', 0):6.1f} s  {state[:300]}", flush=True)
     return int(any(known[n].get("reasons") for n in names if n in known))
 
 

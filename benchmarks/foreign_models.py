@@ -216,6 +216,7 @@ def transformer(kind: str, auto: str, batch: dict[str, torch.Tensor], loss: Loss
     import transformers
 
     given = transformers.AutoConfig.for_model(kind, **config)
+    given._experts_implementation = "eager"  # experts in one grouped product have no float64
     model = getattr(transformers, f"AutoModel{auto}").from_config(given)
     return Case(model.train(), batch, loss)
 
@@ -227,8 +228,8 @@ def of_class(name: str, batch: dict[str, torch.Tensor], config: Any, loss: Loss 
     return Case(getattr(transformers, name)(config(transformers)).train(), batch, loss)
 
 
-def causal(kind: str, **config: Any) -> Case:
-    ids = words()
+def causal(kind: str, *, length: int = LENGTH, **config: Any) -> Case:
+    ids = words(length=length)
     return transformer(kind, "ForCausalLM", {"input_ids": ids, "labels": ids}, **{**SIZES, **config})
 
 
@@ -786,10 +787,10 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "biogpt": {},
     "xglm": {"d_model": 64, "num_layers": 4, "attention_heads": 4, "ffn_dim": 128},
-    "mamba": {"state_size": 8},
+    "mamba": {"state_size": 8, "length": 12},
     "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
-    "falcon_mamba": {"state_size": 8},
-    "rwkv": {"attention_hidden_size": 64},
+    "falcon_mamba": {"state_size": 8, "length": 12},
+    "rwkv": {"attention_hidden_size": 64, "length": 12},
     "recurrent_gemma": {"lru_width": 64, "attention_window_size": 16, "num_hidden_layers": 3, "head_dim": 16},
     "openai-gpt": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 128},
 }
