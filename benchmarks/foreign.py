@@ -75,7 +75,7 @@ PACKAGES = ("timm", "torchvision", "transformers", "peft", "segmentation_models_
 OTHER_RECIPES: dict[str, Callable[[], Policy]] = {
     "elastic_trainer": lambda: recipes.elastic_trainer(TIME, when=schedule.every(steps=EVERY)),
     "green_trainer": lambda: recipes.green_trainer(TIME, when=schedule.every(steps=EVERY)),
-    "lisa": lambda: recipes.lisa(steps=EVERY),
+    "lisa": lambda: recipes.lisa(layers=1, steps=EVERY),
     "badam": lambda: recipes.badam(steps=EVERY),
     "last": lambda: recipes.last(TIME),
 }

@@ -492,16 +492,18 @@ class Recurrent(nn.Module):
 
 
 class Stacked(nn.Module):
-    """One module of several recurrent layers, in both directions."""
+    """Modules of several recurrent layers each, in both directions; each module is one unit."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into = nn.Linear(32, 32)
-        self.body = nn.LSTM(32, 32, num_layers=3, bidirectional=True, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(64, CLASSES)
+        how = {"num_layers": 2, "bidirectional": True, "dropout": 0.1, "batch_first": True}
+        self.body = nn.ModuleList(nn.LSTM(32, 16, **how) for _ in range(4))
+        self.head = nn.Linear(32, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.into(x))[0].mean(1))
+        for layers in self.body:
+            x, _ = layers(x)
+        return self.head(x.mean(1))
 
 
 class Encoder(nn.Module):
