@@ -181,13 +181,6 @@ def vision_detector(name: str, pixels: int, **how: Any) -> Case:
     return Case(model, (torch.rand(2, 3, pixels, pixels), targets), of_detector)
 
 
-def vision_video(name: str) -> Case:
-    from torchvision import models
-
-    x = torch.randn(2, 3, 4, 32, 32)
-    return Case(getattr(models.video, name)(weights=None, num_classes=CLASSES), (x, torch.randint(0, CLASSES, (2,))), classify)
-
-
 def raft() -> Case:
     """Optical flow: a recurrent update, the same weights in every turn."""
     from torchvision import models
@@ -690,29 +683,20 @@ def old_spectral_norm(layer: nn.Module) -> nn.Module:
 
 TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "resnet10t": (64, {}),
-    "resnet18": (48, {}),
-    "skresnet18": (48, {}),
-    "mobilenetv1_100": (48, {}),
     "mobilenetv2_035": (64, {}),
     "mobilenetv3_small_050": (64, {}),
     "mobilenetv4_conv_small_035": (64, {}),
     "lcnet_050": (64, {}),
     "tinynet_e": (64, {}),
-    "efficientnet_lite0": (48, {}),
-    "efficientnet_b0": (48, {}),
     "ghostnet_050": (64, {}),
     "regnetx_002": (48, {}),
     "regnety_002": (48, {}),
-    "repvgg_a0": (32, {}),
-    "rexnet_100": (48, {}),
-    "hrnet_w18_small": (32, {}),
     "ese_vovnet19b_slim": (48, {}),
     "hgnetv2_b0": (48, {}),
     "starnet_s1": (48, {}),
     "convnext_atto": (48, {}),
     "convnextv2_atto": (48, {}),
     "inception_next_atto": (48, {}),
-    "fastvit_t8": (64, {}),
     "edgenext_xx_small": (64, {}),
     "mobilevit_xxs": (64, {}),
     "mobilevitv2_050": (64, {}),
@@ -730,7 +714,6 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
     "swinv2_tiny_window8_256": (64, {"img_size": 64, "depths": (1, 1, 2), "embed_dim": 24, "num_heads": (2, 2, 4)}),
     "twins_svt_small": (64, {"img_size": 64, "depths": [1, 1, 2, 1], "embed_dims": [16, 32, 64, 64]}),
     "pvt_v2_b0": (64, {"depths": (1, 1, 2, 1)}),
-    "maxvit_pico_rw_256": (64, {"img_size": 64}),
     "davit_tiny": (64, {"depths": (1, 1, 2, 1), "embed_dims": (16, 32, 64, 64), "num_heads": (1, 2, 4, 4)}),
     "hiera_tiny_224": (64, {"img_size": 64, "stages": (1, 1, 2, 1), "embed_dim": 24}),
     "levit_128s": (224, {"embed_dim": (32, 48, 64), "depth": (1, 2, 1)}),
@@ -739,7 +722,6 @@ TIMM: dict[str, tuple[int, dict[str, Any]]] = {
         64,
         {"img_size": 64, "layers": (1, 1, 2, 1), "embed_dims": (24, 48, 48, 48), "hidden_sizes": (8, 16, 16, 16)},
     ),
-    "lambda_resnet26t": (64, {}),
 }
 
 STAGES = {"depths": (1, 1, 2, 1)}
@@ -871,11 +853,7 @@ NMS = "its training calls nms and roi_align of torchvision's compiled part"
 
 
 def _rows() -> list[Row]:
-    out = [Row(f"timm/{name}", partial(timm_model, name, pixels, **how)) for name, (pixels, how) in TIMM.items()]
-    out += [
-        Row(f"timm/{name}", partial(timm_class, name, module, px, **how)) for name, (module, px, how) in TIMM_CLASSES.items()
-    ]
-    out += [Row(f"transformers/{name}", partial(causal, name, **how)) for name, how in CAUSAL.items()]
+    out = [Row(f"transformers/{name}", partial(causal, name, **how)) for name, how in CAUSAL.items()]
     out += [Row(f"transformers/{name}", partial(masked, name, **how)) for name, how in MASKED.items()]
     out += [Row(f"transformers/{name}", partial(pairs, name, **how)) for name, how in PAIRS.items()]
     out += [Row(f"transformers/{name}", partial(pictures, name, **how)) for name, how in PICTURES.items()]
@@ -1011,12 +989,9 @@ def _rows() -> list[Row]:
         ),
         "torchvision/deeplabv3_mobilenet": partial(vision_segmentation, "deeplabv3_mobilenet_v3_large"),
         "torchvision/lraspp_mobilenet": partial(vision_segmentation, "lraspp_mobilenet_v3_large"),
-        "torchvision/r3d_18": partial(vision_video, "r3d_18"),
         "torchvision/raft_small": raft,
-        "torchvision/ssdlite": partial(vision_detector, "ssdlite320_mobilenet_v3_large", 64),
         "smp/Unet": partial(smp_model, "Unet", "resnet18", 32),
         "smp/Unet-mobilenet": partial(smp_model, "Unet", "mobilenet_v2"),
-        "smp/Unet-efficientnet": partial(smp_model, "Unet", "efficientnet-b0"),
         "smp/UnetPlusPlus": partial(smp_model, "UnetPlusPlus", pixels=32),
         "smp/MAnet": partial(smp_model, "MAnet"),
         "smp/Linknet": partial(smp_model, "Linknet"),
@@ -1050,6 +1025,10 @@ def _rows() -> list[Row]:
         "torch/checkpointed": partial(plain, checkpointed, vectors),
     }
     out += [Row(name, build) for name, build in more.items()]
+    out += [Row(f"timm/{name}", partial(timm_model, name, pixels, **how)) for name, (pixels, how) in TIMM.items()]
+    out += [
+        Row(f"timm/{name}", partial(timm_class, name, module, px, **how)) for name, (module, px, how) in TIMM_CLASSES.items()
+    ]
     out += [
         Row("torchvision/fasterrcnn", partial(vision_detector, "fasterrcnn_mobilenet_v3_large_320_fpn", 64), NMS),
         Row("torchvision/maskrcnn", partial(vision_detector, "maskrcnn_resnet50_fpn", 64), NMS),
