@@ -770,7 +770,6 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "granite": {},
     "starcoder2": {},
     "biogpt": {},
-    "xglm": {"d_model": 64, "num_layers": 4, "attention_heads": 4, "ffn_dim": 128},
     "mamba": {"state_size": 8, "length": 12},
     "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
     "falcon_mamba": {"state_size": 8, "length": 12},
