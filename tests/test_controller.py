@@ -6,6 +6,7 @@ The laws: the mean step is at most 3 % over what was asked, and no selection is 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +22,7 @@ from zoo import sgd
 
 from pliant import Budget, BudgetError, Policy, Profile, Session, energy, recipes, schedule, score, solve, units, within
 from pliant.core.types import Selection
-from pliant.session.feedback import DWELL
+from pliant.session.feedback import DWELL, ENOUGH
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SLOW, FAST = 1.25, 0.8
@@ -177,6 +178,16 @@ def test_a_full_step_that_was_measured_wrong_does_not_ruin_the_choice(wrong: flo
         assert {selection.units for selection in chosen} == {chosen[0].units}  # 0.6 of a full step, whatever that takes
 
 
+def test_work_beside_the_run_is_no_reason_to_change() -> None:
+    """It slows full steps too, and comes and goes from step to step."""
+    device, noise = Device(), random.Random(0)
+    with opened(device, last(0.5)) as session:
+        for _ in range(120):
+            device.full_speed, device.speed = device.speed, noise.choice([1.0, 1.3, 1.6])  # a full step comes after a step
+            train(session, 1)
+        assert len(session.rounds) == 1
+
+
 def test_steps_that_take_what_was_asked_are_left_alone() -> None:
     for share in (1.0, 0.95):
         device = Device(share)
@@ -215,12 +226,12 @@ def test_rounds_show_what_was_asked_predicted_and_measured() -> None:
     with opened(device, last(0.5)) as session:
         chosen = train(session, 25)
         full, (first, second, *_) = session.profile.full.seconds, session.rounds
-        assert (first.number, first.step, first.steps) == (0, 0, 10)
+        assert (first.number, first.step, first.steps) == (0, 0, DWELL + ENOUGH)
         assert first.asked == second.asked == pytest.approx(0.5 * full)
         assert first.predicted == chosen[0].cost.seconds
         assert first.measured == pytest.approx(SLOW * first.predicted)
-        assert (second.number, second.step) == (0, 10)
-        assert second.predicted == chosen[10].cost.seconds < first.predicted
+        assert (second.number, second.step) == (0, DWELL + ENOUGH)
+        assert second.predicted == chosen[DWELL + ENOUGH].cost.seconds < first.predicted
         assert sum(round.steps for round in session.rounds) == 25
         assert sum(round.seconds for round in session.rounds) == pytest.approx(device.now)
 
@@ -345,7 +356,7 @@ def test_another_budget_owes_nothing() -> None:
 @pytest.mark.parametrize("refused", [Budget(time=0.01), Budget(memory="1B")])
 def test_a_refused_budget_leaves_the_old_one(refused: Budget) -> None:
     with opened(Device(SLOW), last(0.85)) as session:
-        chosen = train(session, 15)[-1]
+        chosen = train(session, DWELL + ENOUGH + 5)[-1]
         session.state_dict()
         before = [session.engine, session.selection, session.rounds]
         with pytest.raises(BudgetError):

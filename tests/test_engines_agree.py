@@ -17,9 +17,11 @@ from torch import nn
 from pliant import Budget, Policy, Session, measure, recipes, schedule, score, solve, units
 from pliant.core.types import Part, Unit
 from pliant.engine.cuda_graphs.graphs import Graphs
+from pliant.engine.engine import Engine
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import Prefix
 from pliant.graph.backward import read
+from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sample_ids import ids_of, with_ids
 from pliant.runtime.sandbox import sandbox
 
@@ -318,3 +320,39 @@ def test_in_the_callers_own_loop_they_step_aside_and_say_so() -> None:
         assert "session.step" in session.why_not["prefix"]
         session.step(batch)
         assert session.why_not == {}
+
+
+def test_a_cache_in_a_loop_of_your_own_blames_the_loop() -> None:
+    model = Residual().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+    batch = next(iter(torch.utils.data.DataLoader(with_ids(samples(Residual)), batch_size=5)))
+    with Session(model, optimizer, classify, recipes.only("last*", "head*"), cache="4MB") as session:
+        session.before_step(batch)
+        assert session.why_not == {"cache": "the loop is your own: session.step runs steps that way"}
+
+
+@pytest.mark.parametrize("saves", [{"time": 0.9}, {"energy": 0.9}])
+def test_captured_steps_pay_where_time_or_energy_is_limited(saves: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory alone is limited, it is better spent on training."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(Engine, "why_no_capture", None)
+    model = Residual()
+    engine = Engine(model, classify, torch.optim.SGD(model.parameters(), lr=0.1), Update())
+    engine._cuda = True
+    for budget, mode in ((Budget(memory=0.5), "lean"), (Budget(memory=0.5, **saves), "lean+prefix+graphs")):
+        engine.settle(budget)
+        assert str(engine.mode) == mode
+
+
+def test_a_resumed_run_knows_that_a_capture_failed() -> None:
+    """Steps would else be priced and tried as captured ones again."""
+    model = Residual().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+    batch = next(iter(torch.utils.data.DataLoader(samples(Residual), batch_size=5)))
+    with Session(model, optimizer, classify, recipes.head()) as session:
+        session.step(batch)
+        session._engine.not_captured = "capture failed: no"
+        state = session.state_dict()
+    with Session(model, optimizer, classify, recipes.head()) as session:
+        session.load_state_dict(state)
+        assert session._engine.not_captured == "capture failed: no"

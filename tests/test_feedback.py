@@ -74,7 +74,7 @@ def test_a_selection_has_its_time_and_each_correction_doubles_it() -> None:
     assert not seen.may_correct(ASKED, 0.0, 1000)
     seen.see([3.0], ASKED)
     assert seen.may_correct(ASKED, 0.0, 1000)
-    seen.correcting()
+    seen.correcting(in_turn=False)
     seen.begin(Round(0, 10, ASKED, 2.0, FULL))  # the same round, corrected
     seen.see([3.0] * DWELL, ASKED)
     assert not seen.may_correct(ASKED, 0.0, 1000)
@@ -108,12 +108,27 @@ def test_the_next_plan_is_priced_by_the_ratio() -> None:
     assert seen.limit(ASKED) == pytest.approx(ASKED / 1.25)
 
 
-def test_another_full_step_asks_for_another_time() -> None:
+def test_steps_are_judged_by_the_full_steps_beside_them() -> None:
+    """Other work slows some of them, and the full steps after them alike."""
     seen = feedback()
     seen.see([2.5] * 10, ASKED)
-    seen.reassess(2.4, 4.8)
-    assert seen.rounds[-1].full == 4.8 and seen.overspent == pytest.approx(1.0)
-    assert seen.ratio == 1.25  # predictions are what they were
+    seen.correcting(in_turn=True)
+    slowed = [1.0, 2.0, 1.5, 1.0, 4.0]
+    goes_on = [seen.turns.goes_on(100.0 if k == 0 else 4.8 * slowed[k - 1]) for k in range(ENOUGH)]  # the first does not count
+    assert all(goes_on) and seen.turns.is_last
+    seen.see([2.4 * s for s in slowed], ASKED)
+    assert not seen.turns.goes_on(4.8 * slowed[-1])
+    assert seen.turns.share == pytest.approx(0.5) and seen.turns.full_seconds == 4.8 * 1.5
+    seen.reassess(seen.turns, asked=0.4 * 7.2)
+    assert seen.rounds[-1].full == pytest.approx(7.2) and seen.recent == pytest.approx(3.6) and seen.ratio == pytest.approx(1.8)
+    assert seen.overspent == pytest.approx((3.6 - 2.88) * 15)
+
+
+def test_too_few_turns_say_nothing() -> None:
+    seen = feedback()
+    seen.correcting(in_turn=True)
+    assert not seen.turns.goes_on(0.0)  # no full step can be taken
+    assert seen.turns.share is None
 
 
 def test_other_prices_forget_the_ratio() -> None:
@@ -148,5 +163,6 @@ def test_feedback_goes_on_from_its_state() -> None:
     seen = feedback(asked_bytes=1200.0)
     seen.see([3.0] * 10, ASKED)
     seen.see_bytes(1500, 8)
-    seen.correcting()
+    seen.correcting(in_turn=True)
+    seen.turns.goes_on(4.0)
     assert Feedback.of(json.loads(json.dumps(seen.state()))) == seen

@@ -376,3 +376,51 @@ def test_a_product_with_a_number_has_one_input() -> None:
 
     graph = read(Scaled(), lambda model, x: model(x).sum(), torch.randn(4, 3))
     assert [node.op for node in graph.nodes if node.op == "Mul"] == ["Mul"]
+
+
+class TiedHead(nn.Module):
+    """`kind` says what ends the model: the embedding again, with or without a bias of its own; or a layer used once more."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.body, self.last = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.shift, self.scale = nn.Parameter(torch.zeros(7)), nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.body(self.embed(ids)))
+        if self.kind == "twice":  # nothing but itself lies between its two uses
+            return self.last(torch.tanh(self.last(x))) * self.scale
+        if self.kind == "side":  # two outputs, neither behind the other
+            return self.last(x) + self.last(torch.tanh(self.body(x)))
+        x = F.linear(x if self.kind == "all" else torch.tanh(self.last(x)), self.embed.weight)
+        return x + self.shift if self.kind == "bias" else x
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("plain", {"last.weight", "last.bias"}),
+        ("bias", {"shift", "last.weight", "last.bias"}),
+        ("twice", {"scale", "last.weight", "last.bias"}),
+        ("side", {"last.weight", "last.bias"}),
+        ("all", {"body.weight", "body.bias"}),
+    ],
+)
+def test_a_tied_output_is_no_head(kind: str, head: set[str]) -> None:
+    graph = read(TiedHead(kind), lambda model, ids: model(ids).square().mean(), torch.tensor([[1, 2, 3]]))
+    assert set(graph.head) == head
+
+
+def test_where_every_layer_is_used_again_there_is_no_head() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = self.b(torch.tanh(self.a(x)))
+            return x
+
+    assert read(Loop(), lambda model, x: model(x).square().mean(), torch.ones(2, 4)).head == ()

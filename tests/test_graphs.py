@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant.engine.cuda_graphs.graphs import Graphs, OnCuda
+from pliant.engine.cuda_graphs.graphs import Graphs, OnCuda, end_capture
 
 
 class Stand:
@@ -486,3 +486,17 @@ def test_what_a_capture_takes_is_not_what_eager_steps_take() -> None:
         graphs.step(batch, work, choice="all")
     assert graphs.seconds_per_capture == before
     assert graphs.refusal == "a Linear has hooks"
+
+
+def test_an_empty_capture_does_not_warn_the_user() -> None:
+    class Empty:
+        def capture_end(self) -> None:
+            warnings.warn("The CUDA Graph is empty. This usually means that …", UserWarning, stacklevel=2)
+
+    class Odd:
+        def capture_end(self) -> None:
+            warnings.warn("another warning", UserWarning, stacklevel=2)
+
+    end_capture(Empty())
+    with pytest.warns(UserWarning, match="another warning"):
+        end_capture(Odd())

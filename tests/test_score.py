@@ -644,3 +644,31 @@ def test_parameters_of_the_loss_itself_get_no_gradient(signal: score.Signal) -> 
     model, scale = nn.Linear(5, 4), nn.Parameter(torch.ones(()))
     probe(signal, model, sgd(model), lambda m, x: (m(x) * scale).square().mean(), torch.randn(6, 5))
     assert scale.grad is None
+
+
+class Complex(nn.Module):
+    """A complex weight, held as it is or as pairs of real numbers."""
+
+    def __init__(self, is_complex: bool) -> None:
+        super().__init__()
+        pairs = torch.linspace(-1, 1, 24, dtype=torch.float64).sin().reshape(4, 3, 2)
+        self.first = nn.Linear(4, 4, dtype=torch.float64)
+        nn.init.eye_(self.first.weight)
+        nn.init.zeros_(self.first.bias)
+        self.w = nn.Parameter(torch.view_as_complex(pairs).clone() if is_complex else pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.w if self.w.is_complex() else torch.view_as_complex(self.w)
+        return (torch.tanh(self.first(x)).to(w.dtype) @ w).abs().square() + (x.to(w.dtype) @ w[:, :1]).imag
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("signal", [GAIN, score.grad_norm(), score.weight_norm(), score.fisher()], ids=lambda s: s.name)
+def test_a_complex_parameter_is_worth_as_much_as_its_real_and_imaginary_parts(signal: score.Signal, make: Make) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(5, 4, dtype=torch.float64)
+    values = [
+        probe(signal, model, make(model), lambda m, x: m(x).square().mean(), batch) for model in (Complex(True), Complex(False))
+    ]
+    assert values[0]["w"] > 0
+    assert values[0] == pytest.approx(values[1], rel=1e-5)

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import pickle
 import re
 import weakref
 from collections import Counter
@@ -796,6 +797,68 @@ def test_fit_with_fewer_batches_than_were_promised() -> None:
         session.fit(data(3), epochs=2)
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A dataset without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data(self.count))
+
+
+def test_fit_reads_a_loader_without_a_length_to_its_end() -> None:
+    ends: list[Any] = []
+    for fit in (True, False):
+        model = make(Normed)
+        optimizer = adamw(model)
+        policy = on_steady_device(recipes.random(time=0.8, when=schedule.every(steps=3)))
+        torch.manual_seed(1)
+        with Session(model, optimizer, classify, policy, accumulate=2) as session:
+            if fit:
+                means = session.fit(Stream(5), epochs=3)  # of five batches, the last is too few for a step
+                assert len(means) == 3
+                assert session.total_steps is None
+            else:
+                for _ in range(3):
+                    for batch in data(5)[:4]:
+                        session.step(batch)
+            assert session.progress.step == 6
+            ends.append([snapshot(model, optimizer), session.selection])
+    assert differences(*ends) == []
+
+
+def test_fit_knows_the_length_of_a_stream_if_it_is_given() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, fixed("head.*"), steps_per_epoch=3) as session:
+        session.fit(torch.utils.data.DataLoader(Stream(5), batch_size=None), epochs=2)
+        assert (session.progress.step, session.total_steps) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stream", "says"),
+    [
+        (fixed("head.*"), iter(data(3)), "only once"),
+        (fixed("head.*"), Stream(0), "gave 0 batches in epoch 1"),
+        (on_steady_device(recipes.elastic_layers(time=0.9)), Stream(3), "steps_per_epoch"),
+        (on_steady_device(recipes.freeze_out()), Stream(3), "total_steps"),
+    ],
+    ids=["a generator", "nothing in it", "a schedule of epochs", "a schedule of the whole run"],
+)
+def test_what_fit_cannot_do_without_a_length_is_said(policy: Policy, stream: Any, says: str) -> None:
+    model = make()
+    with Session(model, sgd(model), classify, policy) as session, pytest.raises(ValueError, match=says):
+        session.fit(stream, epochs=2)
+
+
+def test_fit_cannot_go_on_in_a_stream_of_unknown_length() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, fixed("head.*")) as session:
+        session.fit(Stream(3), epochs=1)
+        with pytest.raises(ValueError, match="the epoch of step 3 is unknown: give Session steps_per_epoch"):
+            session.fit(Stream(3), epochs=2)
+
+
 # ---------------------------------------------------------------- log, checkpoint
 
 
@@ -1031,6 +1094,33 @@ def test_an_optimizer_that_was_emptied_is_noticed() -> None:
         assert session.progress.step == 2
 
 
+@pytest.mark.parametrize("policy", [recipes.full(), fixed("*"), by_gain(schedule.every(steps=1), Budget(time=0.9))])
+def test_what_the_optimizer_does_not_hold_is_never_chosen_and_that_is_said_once(policy: Policy, tmp_path: Path) -> None:
+    model, log = make(), tmp_path / "run.jsonl"
+    optimizer = torch.optim.SGD([*model.layers[2:].parameters(), model.head.weight], lr=0.1)
+    held = {name for name, p in model.named_parameters() if any(p is q for q in optimizer.param_groups[0]["params"])}
+    before = snapshot(model)["weights"]
+    with Session(model, optimizer, classify, on_steady_device(policy), log=log) as session:
+        with pytest.warns(UserWarning, match=r"'head.bias' is in no param group of the optimizer \(5 such parameters\)"):
+            session.step(data()[0])
+        session.step(data()[1])
+        assert {name for unit in session.units for name in unit.params} == held
+        assert session.selection.params <= held
+    after = snapshot(model)["weights"]
+    assert {name for name in before if not torch.equal(before[name], after[name])} <= held
+    assert log.read_text().count("in no param group") == 1
+
+
+def test_a_replaced_optimizer_that_holds_less_narrows_the_choice() -> None:
+    model = make()
+    with Session(model, sgd(model), classify, fixed("head.*")) as session:
+        session.step(data()[0])
+        with pytest.warns(UserWarning, match="in no param group"):
+            session.optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        assert {name for unit in session.units for name in unit.params} == {"head.weight", "head.bias"}
+        session.step(data()[1])
+
+
 # ---------------------------------------------------------------- what is refused, and survived
 
 
@@ -1047,8 +1137,10 @@ def all_of(model: nn.Module) -> torch.optim.Optimizer:
     return sgd(model)
 
 
-def without_head(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.a.parameters(), lr=0.1)
+def over_nothing(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = sgd(model)
+    optimizer.param_groups[0]["params"].clear()
+    return optimizer
 
 
 def two_numbers(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -1069,7 +1161,7 @@ REFUSED_AT_THE_FIRST_STEP: dict[str, dict[str, Any]] = {
     },
     "energy": {"policy": by_gain(schedule.once(), Budget(energy=0.5)), "error": MeterError, "says": "energy"},
     "empty batch": {"batch": no_sample(), "error": ValueError, "says": "batch is empty"},
-    "not in the optimizer": {"optimizer": without_head, "error": ValueError, "says": "no param group"},
+    "not in the optimizer": {"optimizer": over_nothing, "error": ValueError, "says": "no param group"},
     "unknown unit": {"policy": fixed("nowhere.*"), "error": ValueError, "says": "no unit matches 'nowhere"},
     "unknown always": {"policy": replace(GAIN, always=("nowhere",)), "error": ValueError, "says": "no unit matches 'nowhere'"},
     "NaN loss": {"batch": not_a_number(), "error": ProbeError, "says": "nan"},
@@ -1383,3 +1475,122 @@ def test_a_cache_that_cannot_serve_is_not_priced() -> None:
             session.step(batch, ids=range(len(batch[0])))
         assert "cache" in session.why_not and session.engine == "prefix"
         assert session.selection.cost.macs == session.profile.on(Mode(prefix=True)).cost(session.selection.units).macs
+
+
+# ---------------------------------------------------------------- optimizers that evaluate the loss themselves
+
+
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3)
+
+
+class WithClosure(torch.optim.SGD):
+    """Goes to where the gradient leads, and steps from there: it cannot do without a closure."""
+
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            value = closure()
+            closure()
+        super().step()
+        return value
+
+
+@pytest.mark.parametrize("make_optimizer", [lbfgs, lambda model: WithClosure(model.parameters(), lr=0.1)])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("trains", ["*", "head.*"])
+def test_a_step_with_a_closure_is_that_of_plain_pytorch(make_optimizer: Any, clip: float | None, trains: str) -> None:
+    ours, plain = make().double(), make().double()
+    doubled = [(x.double(), y) for x, y in data(4)]
+    with Session(ours, make_optimizer(ours), classify, recipes.only(trains), clip=clip) as session:
+        losses = [float(session.step(batch)) for batch in doubled]
+    for name, param in plain.named_parameters():
+        param.requires_grad_(trains == "*" or name.startswith("head"))
+    optimizer, expected = make_optimizer(plain), []
+    for batch in doubled:
+
+        def closure(batch: Batch = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            value = classify(plain, batch)
+            value.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], clip)
+            return value
+
+        expected.append(float(optimizer.step(closure).detach()))
+    assert losses == expected
+    assert differences(snapshot(ours)["weights"], snapshot(plain)["weights"]) == []
+
+
+def test_a_budget_or_an_optimizer_that_do_not_go_together_are_refused() -> None:
+    model = make()
+    with Session(model, lbfgs(model), classify, recipes.head()) as session:
+        session.step(data()[0])
+        with pytest.raises(ValueError, match="no budget can be kept"):
+            session.budget = Budget(macs=0.9)
+        session.optimizer = sgd(model)
+        session.budget = Budget(macs=0.9)
+        with pytest.raises(ValueError, match="no budget can be kept"):
+            session.optimizer = lbfgs(model)
+        session.step(data()[1])
+
+
+def test_lbfgs_moves_nothing_that_is_no_longer_chosen() -> None:
+    model = make()
+    with Session(model, lbfgs(model), classify, recipes.badam(steps=2)) as session:
+        for batch in data(8):
+            before = snapshot(model)["weights"]
+            session.step(batch)
+            after = snapshot(model)["weights"]
+            assert {name for name in before if not torch.equal(before[name], after[name])} <= session.selection.params
+
+
+def test_lbfgs_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole, cut, resumed = make(), make(), make(seed=3)
+    policy = recipes.badam(steps=3)
+    with Session(whole, lbfgs(whole), classify, policy) as session:
+        for batch in data(8):
+            session.step(batch)
+    with Session(cut, lbfgs(cut), classify, policy) as session:
+        for batch in data(8)[:5]:
+            session.step(batch)
+        session.save(tmp_path / "run.pt")
+    with Session(resumed, lbfgs(resumed), classify, policy) as session:
+        session.load(tmp_path / "run.pt")
+        for batch in data(8)[5:]:
+            session.step(batch)
+    assert differences(snapshot(whole)["weights"], snapshot(resumed)["weights"]) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "how", "says"),
+    [
+        (recipes.last(time=0.9), {}, "what a step costs is unknown.*Use a recipe without one"),
+        (replace(recipes.full(), budget=Budget(macs=1.0)), {}, "what a step costs is unknown.*Use a recipe without one"),
+        (replace(recipes.pliant(), cost=counted), {}, r"its update gain is unknown\. Use another signal"),
+        (recipes.full(), {"accumulate": 2}, "neither with a GradScaler nor with accumulate=2"),
+    ],
+)
+def test_what_a_closure_cannot_do_is_refused(policy: Policy, how: Any, says: str) -> None:
+    model = make()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=says), Session(model, lbfgs(model), classify, policy, **how) as session:
+        for batch in data(2):
+            session.step(batch)
+    assert differences(before, snapshot(model)) == []
+
+
+# ---------------------------------------------------------------- copies
+
+
+def test_a_session_is_not_copied_but_saved(tmp_path: Path) -> None:
+    model = make()
+    with Session(model, sgd(model), classify, recipes.head()) as session:
+        session.step(data()[0])
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"Use session.save\(path\), and load\(path\) in a session on a new model"):
+                copied(session)
+        session.save(tmp_path / "run.pt")
+        again = make()
+        with Session(again, sgd(again), classify, recipes.head()) as other:
+            other.load(tmp_path / "run.pt")
+            assert torch.equal(other.step(data()[1]), session.step(data()[1]))

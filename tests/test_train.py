@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pliant import BudgetError, PliantError, Session, recipes, roofline, schedule
+from pliant import BudgetError, PliantError, Session, cli, recipes, roofline, schedule
 from pliant.apps import models, report
 from pliant.apps import run_folder as folder
 from pliant.apps import tasks as task
@@ -540,6 +541,27 @@ def test_a_terminal_shows_a_panel() -> None:
     text = console.export_text()
     assert "epoch 3/3" in text and "step 21/21" in text and "best" in text and "········██" not in text
     assert "input to output" in text and "█" in text
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_terminal_that_is_not_utf8_shows_a_panel(encoding: str) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(force_terminal=True, width=70, file=file)
+    with live.shown(console) as show:
+        show(Status(3, 10, 1, 2, None, 0.5, 0.6, None, "", (True, False, True), 5.0, news="an accuracy"))
+    file.flush()
+    assert "#.#" in file.buffer.getvalue().decode(encoding)
+
+
+def test_what_a_terminal_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", file)
+    monkeypatch.setattr(sys, "argv", ["pliant", "train", *FLAGS, "--recipe", "head", "--out", "run"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    file.flush()
+    assert "step 21/21 ? epoch 3/3" in file.buffer.getvalue().decode("ascii")
 
 
 def test_tensorboard_is_written_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -485,6 +485,12 @@ def test_a_resource_that_was_not_measured_cannot_be_limited() -> None:
         Budget(energy=0.5).limits(Cost(1.0, 1, 1))
 
 
+def test_a_full_step_may_take_no_more_memory_than_inference() -> None:
+    with pytest.raises(BudgetError, match=r"memory=0\.5 is a share of nothing: .* Leave memory= out, or give an amount"):
+        Budget(memory=0.5).limits(Cost(1.0, 0, 1))
+    assert Budget(memory="1kB").limits(Cost(1.0, 0, 1)) == {"bytes": 1000.0}
+
+
 def test_errors_are_what_both_worlds_expect() -> None:
     for error in (BudgetError, ProfileMismatch):
         assert issubclass(error, PliantError)

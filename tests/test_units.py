@@ -183,6 +183,79 @@ def test_repeated_containers_are_blocks_where_nothing_better_is() -> None:
     assert names(units.blocks()(graph_for(Stages(), 6, 5))) == ["stages.1", "stages.0"]
 
 
+class Mlp(nn.Module):
+    """A block with a first layer of its own kind, as T5's first blocks have; and perhaps experts."""
+
+    def __init__(self, width: int, first: bool = False, experts: int = 0) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(width, 2 * width), nn.Sequential(nn.ReLU()), nn.Linear(2 * width, width)
+        self.first = nn.Linear(width, width) if first else None
+        self.experts = nn.ModuleList(Mlp(width) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.first is None else self.first(x)
+        return self.down(self.act(self.up(x))) + sum(expert(x) for expert in self.experts)
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int, layers: int, before: int = 0, first: bool = False) -> None:
+        super().__init__()
+        self.shrink = nn.Linear(before, width) if before else None
+        self.layers = nn.ModuleList(Mlp(width, first and i == 0) for i in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.shrink is None else self.shrink(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Stack(4, 2, first=True), Stack(4, 3, first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(x))
+
+
+def test_the_layers_of_an_encoder_and_a_decoder_of_one_class_are_the_blocks() -> None:
+    layers = ["decoder.layers.2", "decoder.layers.1", "decoder.layers.0", "encoder.layers.1", "encoder.layers.0"]
+    assert names(units.blocks()(graph_for(EncoderDecoder(), 6, 4))) == layers
+
+
+def test_stages_of_different_widths_are_no_blocks_but_hold_them() -> None:
+    stages = nn.Sequential(Stack(8, 1), Stack(4, 2, 8), Stack(2, 2, 4))
+    found = names(units.blocks()(graph_for(stages, 6, 8)))
+    blocks = [f"{stage}.layers.{i}" for stage, count in ((2, 2), (1, 2), (0, 1)) for i in reversed(range(count))]
+    assert [name for name in found if "layers" in name] == blocks
+    assert set(found) - set(blocks) == {"1.shrink", "2.shrink"}
+
+
+def test_a_block_with_experts_is_one_block() -> None:
+    assert names(units.blocks()(graph_for(nn.Sequential(*(Mlp(4, experts=2) for _ in range(2))), 6, 4))) == ["1", "0"]
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((4, 4), 0.1) for _ in range(3))
+        self.shifts = nn.ParameterDict({"a": torch.zeros(4), "b": torch.zeros(4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight + self.shifts["a"])
+        return x + self.shifts["b"]
+
+
+@pytest.mark.parametrize("kind", [units.layers, units.blocks])
+def test_each_parameter_of_a_list_is_a_unit(kind: Any) -> None:
+    graph = graph_for(Listed(), 6, 4)
+    expected = {name: {name} for name in ("shifts.b", "weights.2", "weights.1", "weights.0", "shifts.a")}
+    assert members(kind()(graph)) == expected
+    assert set(graph.head) == {"shifts.b", "weights.2"}
+
+
 class Around(nn.Module):
     """A block whose halves lie on both sides of another layer."""
 
@@ -210,7 +283,7 @@ def test_norms_are_scales_and_shifts_beside_the_head() -> None:
         "10.weight",
         "10.bias",
     }
-    assert set(names(units.norms()(graph_of("tied")))) == {"norm.weight", "norm.bias", "embed.weight"}
+    assert set(names(units.norms()(graph_of("tied")))) == {"norm.weight", "norm.bias"}  # its head is the norm
     assert set(names(units.norms()(graph_of("thrice")))) == {"out.weight", "out.bias"}
     assert all(len(unit.parts) == 1 for unit in units.norms()(graph_of("transformer")))
 

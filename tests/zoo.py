@@ -312,7 +312,7 @@ ZOO = {
         Case("unused", WithUnused, _vectors, _classify, ("last.bias", "last.weight"), ("spare.weight", "spare.bias")),
         Case("conv_net", conv_net, _images, _classify, ("10.bias", "10.weight")),
         Case("thrice", Thrice, _vectors, _classify, ("out.bias", "out.weight")),
-        Case("tied", Tied, _tokens, _next_token, ("embed.weight",)),
+        Case("tied", Tied, _tokens, _next_token, ("norm.weight", "norm.bias")),
         Case("branches", Branches, _images, _classify, ("head.bias", "head.weight")),
         Case("misordered", Misordered, _vectors, _classify, ("a_last.bias", "a_last.weight")),
         Case("functional", Functional, _vectors, _classify, ("scale", "v")),

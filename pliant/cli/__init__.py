@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 try:
     from pliant.cli import adapt, compare, demo, doctor, meta_train, plan, profile, report, train, watch  # noqa: F401
     from pliant.cli.app import app
@@ -11,4 +14,7 @@ except KeyboardInterrupt:  # importing torch takes seconds: Ctrl-C then should s
 
 def main() -> None:
     """The `pliant` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?" for what it lacks
     app()

@@ -15,20 +15,20 @@ from rich.text import Text
 
 from pliant.apps.train import OnStatus, Status
 
-_SHADES = "·░▒▓█"
+_SHADES, _ASCII = "·░▒▓█", ".-+*#"
 
 
-def strip(trained: Sequence[bool], width: int) -> str:
+def strip(trained: Sequence[bool], width: int, shades: str = _SHADES) -> str:
     """What is trained now, input to output: one character per unit, or per group of units if the width is too small.
 
     >>> strip([False, True, True, True], 4), strip([False, True, True, True], 2)
     ('·███', '▒█')
     """
     if len(trained) <= width:
-        return "".join("█" if on else "·" for on in trained)
+        return "".join(shades[-1] if on else shades[0] for on in trained)
     edges = [len(trained) * i // width for i in range(width + 1)]
     shares = [sum(trained[a:b]) / (b - a) for a, b in pairwise(edges)]
-    return "".join(_SHADES[math.ceil(4 * share)] for share in shares)
+    return "".join(shades[math.ceil(4 * share)] for share in shares)
 
 
 def duration(seconds: float) -> str:
@@ -57,7 +57,7 @@ def line(status: Status) -> str:
     return " · ".join(parts)
 
 
-def panel(status: Status, width: int) -> Group:
+def panel(status: Status, width: int, shades: str = _SHADES) -> Group:
     """A status as a panel of the terminal."""
     top = Table.grid(padding=(0, 1))
     left = f"{duration(status.seconds_left)} left" if status.seconds_left is not None else "measuring"
@@ -68,15 +68,23 @@ def panel(status: Status, width: int) -> Group:
         left if status.step < status.steps else "",
     )
     rows = Table.grid(padding=(0, 2))
-    loss = f"{status.loss:.4f}" if status.loss is not None else "–"
+    loss = f"{status.loss:.4f}" if status.loss is not None else "-"
     rows.add_row("loss", Text(loss))
     rows.add_row("accuracy", Text(f"{status.accuracy:.1%}, best {status.best:.1%}"))
-    rows.add_row("budget", Text(status.budget or "–"))
+    rows.add_row("budget", Text(status.budget or "-"))
     if status.trained:
         share = f"{sum(status.trained)} of {len(status.trained)} units, input to output"
-        rows.add_row("trained", Text(strip(status.trained, max(width - 12, 8)), style="green"))
+        rows.add_row("trained", Text(strip(status.trained, max(width - 12, 8), shades), style="green"))
         rows.add_row("", Text(share, style="dim"))
     return Group(top, rows)
+
+
+def _can_show(console: Console, characters: str) -> bool:
+    try:
+        characters.encode(console.encoding)
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
 
 
 @contextmanager
@@ -86,12 +94,13 @@ def shown(console: Console) -> Iterator[OnStatus]:
     if not console.is_terminal:
         yield lambda status: console.print(line(status), markup=False, highlight=False, soft_wrap=True) if status.news else None
         return
+    shades = _SHADES if _can_show(console, _SHADES) else _ASCII
     with Live(console=console, auto_refresh=False) as live:
 
         def show(status: Status) -> None:
             if status.news:
                 console.print(f"step {status.step}: {status.news}", markup=False, highlight=False)
-            live.update(panel(status, console.width), refresh=True)
+            live.update(panel(status, console.width, shades), refresh=True)
 
         try:
             yield show

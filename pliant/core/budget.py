@@ -125,11 +125,15 @@ class Budget:
                 continue
             if callable(given):
                 given = given(progress if progress is not None else Progress())
-            total = getattr(full, name)
-            if not total:
+            total, amount = getattr(full, name), _parsed(kind, given)
+            if not total and name == "bytes" and not isinstance(amount, Absolute):
+                raise BudgetError(
+                    f"memory={given!r} is a share of nothing: a full step takes no more memory here than inference does. Leave "
+                    f"memory= out, or give an amount, like memory='64MB'."
+                )
+            if not total and name != "bytes":
                 raise BudgetError(
                     f"{kind}={given!r} cannot be kept: this profile holds no {name}; measure with another `cost`."
                 )
-            amount = _parsed(kind, given)
             out[name] = amount.amount if isinstance(amount, Absolute) else amount * total
         return out

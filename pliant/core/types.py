@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +45,12 @@ class Unit:
     def from_json(cls, data: Mapping[str, Any]) -> Unit:
         parts = ((param, dim, None if index is None else tuple(index)) for param, dim, index in data["parts"])
         return cls(data["name"], tuple(Part(*part) for part in parts))
+
+
+def narrowed(units: Iterable[Unit], params: Collection[str]) -> tuple[Unit, ...]:
+    """The units with the parts that belong to these parameters; a unit without any is left out."""
+    found = (replace(unit, parts=tuple(part for part in unit.parts if part.param in params)) for unit in units)
+    return tuple(unit for unit in found if unit.parts)
 
 
 def match(names: Sequence[str], globs: Iterable[str], what: str = "unit") -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -90,8 +90,13 @@ class Charge:
         return self.kind is ChargeKind.KEPT and dim == 1
 
 
-def pieces_of(parts: Iterable[Part], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
-    """What parts are together of each of their parameters; all of one that is cut along two dimensions."""
+def pieces_of(
+    parts: Iterable[Part], shapes: Mapping[str, tuple[int, ...]], transposed: Collection[str] = ()
+) -> dict[str, Piece]:
+    """What parts are together of each of their parameters; all of one that is cut along two dimensions.
+
+    Dimension 0 is that of outputs and 1 that of inputs, also for weights that are stored the other way round (`transposed`).
+    """
     cut: dict[str, tuple[int | None, set[int]]] = {}
     for part in parts:
         dim, index = cut.get(part.param, (part.dim, set()))
@@ -102,5 +107,6 @@ def pieces_of(parts: Iterable[Part], shapes: Mapping[str, tuple[int, ...]]) -> d
     out: dict[str, Piece] = {}
     for param, (dim, index) in cut.items():
         share = len(index) / shapes[param][dim] if dim is not None and param in shapes else 1.0
-        out[param] = (dim, share) if share < 1 else (None, 1.0)
+        way = 1 - dim if dim is not None and param in transposed else dim
+        out[param] = (way, share) if share < 1 else (None, 1.0)
     return out

@@ -93,7 +93,8 @@ def profile(graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any],
     charges = [*first, *(charge for several in nodes for charge in several)]
     charges = [_pointing(c, tuple(sorted({at[i] for i in c.via}))) if c.via else c for c in charges]
     base = Cost(times.forward * accumulate + times.fixed, 0, graph.forward_macs * accumulate)
-    return Profile(tuple(charges), base, graph.head, dict(origin), None, graph.uncounted, moments, shapes=dict(graph.shapes))
+    found = Profile(tuple(charges), base, graph.head, dict(origin), None, graph.uncounted, moments)
+    return replace(found, shapes=dict(graph.shapes), transposed=graph.transposed())
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class _Builder:
         saves = (node.saves if not lean or node.lean is None else node.lean for node in self.graph.nodes)
         out = []
         for storage, (size, params, nodes, last) in self._storages(enumerate(saves), lean).items():
+            if any(self.graph.nodes[i].outward for i in nodes):  # kept whatever is chosen
+                params = self._used
             live = self.line.forward_since(self.graph.gone.get(storage, 0)), self.line.node(last) + 1
             out.append(Charge(ChargeKind.KEPT, Cost(bytes=size), params, nodes, live))
         return out
@@ -207,6 +210,11 @@ class _Builder:
                 at, held = self.line.update + k, Cost(bytes=self.sizes.scratch[name])
                 out.append(Charge(ChargeKind.SCRATCH, held, (name,), (), (at, at + 1), name=name))
         return out
+
+    @cached_property
+    def _used(self) -> tuple[str, ...]:
+        """The parameters that the loss reaches."""
+        return tuple(name for name in self.graph.params if name not in self.graph.unused)
 
     @cached_property
     def _first(self) -> dict[str, int]:

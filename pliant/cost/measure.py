@@ -20,18 +20,20 @@ from torch import nn
 from pliant.core.prices import KernelPrices
 from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
+from pliant.cost.mean import mean
 from pliant.cost.measurements import Sizes, Times
 from pliant.cost.node_timing import NodeTiming
 from pliant.cost.peaks import Peaks, roof_seconds
 from pliant.cost.profile import Profile
 from pliant.cost.step_timing import StepTiming, optimizer_sizes, state_sizes
-from pliant.graph.backward import Graph, compute_loss, read, trainable
+from pliant.graph.backward import Graph, compute_loss, trainable
+from pliant.graph.readings import read_all
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch, device_name, undisturbed
 from pliant.runtime.energy import Meter
-from pliant.runtime.memory import LiveBytes, StandIns, storage
+from pliant.runtime.memory import LiveBytes, StandIns, inference_peak, storage
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import sandbox
 
@@ -46,7 +48,7 @@ def read_graph(model: nn.Module, loss: Loss, batch: Any, norm: NormRule = "auto"
     params, rule = trainable(model), _settled(model, loss, batch, norm)
     with sandbox(model):
         BatchNormModes(model, rule).hold_(params, params)
-        return read(model, loss, batch)
+        return read_all(model, loss, batch)
 
 
 def counted(
@@ -111,25 +113,32 @@ def timed(
     update = update or Update()
     params = trainable(model)
     norm = _settled(model, loss, batch, norm)
-    where = _taken(origin(model, batch, update, norm))
+    graph = graph or read_graph(model, loss, batch, norm)
+    if graph.others:
+        how: dict[str, Any] = {"update": update, "norm": norm, "around": around, "prices": prices, "repeats": repeats}
+        return mean([timed(model, optimizer, loss, batch, graph=one, **how) for one in graph.readings])
+    where = _taken({**origin(model, batch, update, norm), **_facts(graph)})
     with sandbox(model), undisturbed():
         norms = BatchNormModes(model, norm)
         norms.hold_(params, params)
-        graph = graph or read(model, loss, batch)
         passes = NodeTiming(model, loss, batch, graph, params, norms, around, prices)
         (times, alone), sizes = passes.times(repeats), passes.sizes()
         sizes = replace(sizes, **optimizer_sizes(optimizer, params))
-        trial = StepTiming(model, optimizer, loss, batch, params, norms, update.apart(), around)
+        like = update.apart(), around, not graph.all_trainable, graph.seed
+        trial = StepTiming(model, optimizer, loss, batch, params, norms, *like)
         stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
         profile = trial.calibrated(
-            graph, times.with_update(*stepping), sizes, where, repeats, steady=not passes.is_bound_by_launches
+            graph,
+            times.with_update(*stepping),
+            sizes,
+            where,
+            repeats,
+            steady=not passes.is_bound_by_launches,
+            plain=norm == "frozen",  # a plain full step uses batch statistics
         )
         if alone is not None:
             captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
             profile = replace(profile, other_seconds=captured.seconds)
-        if norm == "frozen":  # a plain full step uses batch statistics
-            norms.release_()
-            profile = replace(profile, plain=trial.plain(profile, repeats))
     return profile
 
 
@@ -211,9 +220,13 @@ def _from_shapes(
     params = trainable(model)
     norm = _settled(model, loss, batch, norm)
     graph = graph or read_graph(model, loss, batch, norm)
-    sizes = Sizes.counted(graph, state_sizes(optimizer, params), norms_differ=norm == "chosen")
-    where = _taken({**origin(model, batch, update, norm), **there})
-    return charges.profile(graph, times(graph, sizes), sizes, where, update.accumulate)
+    state = state_sizes(optimizer, params)
+    where = _taken({**origin(model, batch, update, norm), **_facts(graph), **there})
+    several = []
+    for one in graph.readings:
+        sizes = Sizes.counted(one, state, norms_differ=norm == "chosen")
+        several.append(charges.profile(one, times(one, sizes), sizes, where, update.accumulate))
+    return mean(several)
 
 
 def origin(model: nn.Module, batch: Any, update: Update | None = None, norm: NormRule = "chosen") -> dict[str, Any]:
@@ -233,6 +246,11 @@ def origin(model: nn.Module, batch: Any, update: Update | None = None, norm: Nor
         "norms": norm,
         "accumulate": update.accumulate,
     }
+
+
+def _facts(graph: Graph) -> dict[str, Any]:
+    """What a run must know of a loss: with respect to what it differentiates, if it does."""
+    return {"differentiates": "parameters" if graph.all_trainable else "data"} if graph.differentiates else {}
 
 
 def _settled(model: nn.Module, loss: Loss, batch: Any, norm: NormRule) -> NormRule:
@@ -258,13 +276,11 @@ def kept_bytes(model: nn.Module, loss: Loss, batch: Any, *, around: Around = nul
         return live.bytes - storage(value)[1]
 
 
-def inference_bytes(model: nn.Module, loss: Loss, batch: Any) -> int:
-    """Peak live bytes of the forward pass without gradients, as the model is now. Leaves no trace."""
-    live = LiveBytes(next(model.parameters()).device)
-    with sandbox(model), live, torch.no_grad():
-        live.forget()
-        loss(model, batch)
-        return live.peak
+def inference_bytes(model: nn.Module, loss: Loss, batch: Any) -> int | None:
+    """Peak live bytes of the forward pass without gradients, as the model is now; None where the loss differentiates. Leaves
+    no trace."""
+    with sandbox(model):
+        return inference_peak(lambda: loss(model, batch), next(model.parameters()).device)
 
 
 def peak_bytes(
@@ -287,24 +303,30 @@ def peak_bytes(
         return StepTiming(model, optimizer, loss, batch, params, BatchNormModes(model, "as-is"), update, around).peak()
 
 
-def full_step_seconds(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Loss,
-    batch: Any,
-    params: Mapping[str, nn.Parameter],
-    watch: Watch,
-    *,
-    update: Update | None = None,
-    around: Around = nullcontext,
-    repeats: int = 3,
-) -> float:
-    """Seconds of a plain full step that trains all of `params`, with norms in the modes that they have now. Leaves no trace.
+class FullStep:
+    """Times plain full steps beside a run: all of `params` train, with norms in the modes that they have then."""
 
-    The first step does not count: it finds none of its weights in the caches.
-    """
-    with sandbox(model), undisturbed():
-        modes, update = BatchNormModes(model, "as-is"), (update or Update()).apart()
-        trial = StepTiming(model, optimizer, loss, batch, params, modes, update, around)
-        trial.watch = watch
-        return watch.typical([trial.step(params) for _ in range(repeats + 1)][1:])
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        params: Mapping[str, nn.Parameter],
+        watch: Watch,
+        *,
+        update: Update | None = None,
+        around: Around = nullcontext,
+    ) -> None:
+        update = (update or Update()).apart()
+        self._trial = StepTiming(model, optimizer, loss, None, params, BatchNormModes(model, "as-is"), update, around)
+        self._trial.watch = watch
+
+    def seconds(self, batch: Any) -> float:
+        """Seconds of one. Leaves no trace. The first makes the optimizer's state, so it should not count."""
+        trial = self._trial
+        with sandbox(trial.model), undisturbed():
+            trial.batch = batch
+            try:
+                return trial.step(trial.params)
+            finally:
+                trial.batch = None

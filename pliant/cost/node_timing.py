@@ -11,17 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from pliant.core.prices import KernelPrices
 from pliant.cost.measurements import Sizes, Times
-from pliant.graph.backward import Graph, Node, compute_loss, walk, wiring
-from pliant.graph.saved_tensors import op_name
+from pliant.graph.backward import Graph, compute_loss, walk, wiring
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import LaunchWatch, Watch
-from pliant.runtime.memory import LiveBytes
+from pliant.runtime.memory import LiveBytes, inference_peak
+from pliant.runtime.rng import seed_
 
 _MOST_SLOTS = 3
 _FAR = 2.0  # times as long: then a step clearly waits for the slower one
@@ -181,11 +180,23 @@ class NodeTiming:
 
     def _run(self, chosen: Sequence[str]) -> tuple[torch.Tensor, list[Any], float]:
         self.norms.hold_(self.params, chosen)
+        self._draw_again()
         with self.around():
             seconds, value = self.watch.time(lambda: compute_loss(self.model, self.loss, self.batch))
         live = walk(value)
-        _check_same(self.graph, live, self.params)
+        if not self.graph.is_wired_like([inputs for inputs, _ in wiring(live, self.params)]):
+            raise ValueError(
+                f"the model's backward graph changes from run to run ({len(self.graph.nodes)} nodes, then {len(live)}), also "
+                f"with the same random numbers: seconds per node would mean nothing. Let the forward pass depend on its batch "
+                f"and on random numbers of torch, numpy or random alone, or use "
+                f"dataclasses.replace(policy, cost=measure.counted)."
+            )
         return value, live, seconds
+
+    def _draw_again(self) -> None:
+        """Where random numbers decide which layers run: start from those of this graph."""
+        if self.graph.seed is not None:
+            seed_(self.graph.seed)
 
     def _see(
         self,
@@ -226,11 +237,8 @@ class NodeTiming:
 
     def sizes(self) -> Sizes:
         """Bytes that live while each node runs, beside what is kept and the gradients of parameters."""
-        meter = LiveBytes(self.device)
-        meter.forget()
-        with meter, torch.no_grad():
-            self.loss(self.model, self.batch)
-        alone = meter.peak
+        self._draw_again()
+        alone = inference_peak(lambda: self.loss(self.model, self.batch), self.device) or 0  # else as it was read
         value, live, _ = self._run(self.used)
         everything = self._node_bytes(value, live, self.used, roots=False)
         inputs = self._node_bytes(value, live, [], roots=True)
@@ -361,25 +369,3 @@ def _hooked(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _check_same(graph: Graph, live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> None:
-    """A norm may be another operation in another mode, and a custom autograd function may replace an operation; all else must
-    be as it was read."""
-    wires = [inputs for inputs, _ in wiring(live, params)]
-    if len(graph.nodes) != len(live) or not all(map(_is_same, graph.nodes, live, wires)):
-        raise ValueError(
-            f"the model's backward graph changes from run to run ({len(graph.nodes)} nodes, then {len(live)}): seconds per "
-            f"node would mean nothing. Use dataclasses.replace(policy, cost=measure.counted), or make "
-            f"the forward pass repeat for the same batch and seed."
-        )
-
-
-def _is_same(node: Node, live: Any, inputs: tuple[Any, ...]) -> bool:
-    if isinstance(live, BackwardCFunction) and node.op != op_name(live):  # arguments without a gradient may differ
-        return [one for one in node.inputs if one is not None] == [one for one in inputs if one is not None]
-    return _kind(node.op) == _kind(op_name(live)) and node.inputs == inputs
-
-
-def _kind(op: str) -> str:
-    return "BatchNorm" if "BatchNorm" in op else op

@@ -67,6 +67,7 @@ class Profile:
     checks: tuple[tuple[float, float, float], ...] = ()
     mode: Mode = field(default_factory=Mode)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()  # weights that are stored as (inputs, outputs)
     spared: float = 0.0
     other_seconds: tuple[float, ...] = ()
     watts: float | None = None
@@ -253,7 +254,7 @@ class Profile:
         return charge.lean is None or charge.lean == self.mode.lean
 
     def _pieces(self, parts: Iterable[Part]) -> dict[str, Piece]:
-        return pieces_of(parts, self.shapes)
+        return pieces_of(parts, self.shapes, self.transposed)
 
     @cached_property
     def params(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ def to_json(profile: Any) -> dict[str, Any]:
         "spared": profile.spared,
         "other_seconds": list(profile.other_seconds),
         "shapes": {name: list(shape) for name, shape in profile.shapes.items()},
+        "transposed": list(profile.transposed),
         "watts": profile.watts,
     }
 
@@ -52,6 +53,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
         "shapes": {name: tuple(shape) for name, shape in data["shapes"].items()},
         "spared": data["spared"],
         "other_seconds": tuple(data["other_seconds"]),
+        "transposed": tuple(data.get("transposed", ())),
         "watts": data.get("watts"),
     }
 

@@ -15,18 +15,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from pliant.core.types import Cost, Part, Unit
+from pliant.core.types import Part, Unit
 from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
 from pliant.cost.measurements import Array, Sizes, Times
 from pliant.cost.profile import Profile
-from pliant.graph.backward import Graph, compute_loss
+from pliant.graph.backward import Graph, compute_loss, read
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
 from pliant.runtime.energy import Meter, MeterError
-from pliant.runtime.memory import LiveBytes
-from pliant.runtime.optimizer_step import Update
+from pliant.runtime.memory import LiveBytes, inference_peak
+from pliant.runtime.optimizer_step import Update, needs_closure
+from pliant.runtime.rng import seed_
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 
 _NOISE = 0.01  # relative, of a whole step
@@ -48,6 +49,8 @@ class StepTiming:
     norms: BatchNormModes
     update: Update
     around: Around = nullcontext
+    freeze: bool = True  # whether a step freezes what it does not train
+    seed: int | None = None  # of the random numbers that each step starts from; None: they go on
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,18 +67,21 @@ class StepTiming:
     def step(self, chosen: Collection[str]) -> float:
         """Seconds of one whole step that trains these parameters."""
         for name, param in self.params.items():
-            param.requires_grad_(name in chosen)
+            param.requires_grad_(name in chosen or not self.freeze)
             param.grad = None
         self.norms.hold_(self.params, chosen)
         for copy in self._copies.values():
             copy.grad = None
+        self._trained = [self.params[name] for name in chosen]
+        if self.seed is not None:
+            seed_(self.seed)
         seconds, _ = self.watch.time(self._step)
         return seconds
 
     def _step(self) -> None:
         with self.around():
             value = compute_loss(self.model, self.loss, self.batch)
-        self.update.backward(value, [param for param in self.params.values() if param.requires_grad])
+        self.update.backward(value, self._trained)
         for name, copy in self._copies.items():
             copy.grad, self.mine[name].grad = self.mine[name].grad, None
         if self._like is not None:
@@ -84,12 +90,11 @@ class StepTiming:
     def peak(self) -> tuple[int, int]:
         """Peak live bytes of a step that trains what is trainable now, and of the forward pass alone."""
         chosen = [name for name, param in self.params.items() if param.requires_grad]
-        live = LiveBytes(next(iter(self.params.values())).device)
-        with live:
-            live.forget()
-            with torch.no_grad():
-                self.loss(self.model, self.batch)
-            alone = live.peak
+        device = next(iter(self.params.values())).device
+        alone = inference_peak(lambda: self.loss(self.model, self.batch), device)
+        if alone is None:
+            alone = max(read(self.model, self.loss, self.batch).inference)
+        with LiveBytes(device) as live:
             self.step(chosen)  # makes the optimizer's state
             live.forget()
             self.step(chosen)
@@ -163,40 +168,52 @@ class StepTiming:
     # ------------------------------------------------------------ whole steps
 
     def calibrated(
-        self, graph: Graph, times: Times, sizes: Sizes, origin: Mapping[str, Any], repeats: int, steady: bool = True
+        self,
+        graph: Graph,
+        times: Times,
+        sizes: Sizes,
+        origin: Mapping[str, Any],
+        repeats: int,
+        steady: bool = True,
+        plain: bool = False,
     ) -> Profile:
         """The profile whose parts are scaled so that they add up to whole steps, from the head alone to everything.
 
-        A GPU's clock is `steady` unless it waits for the CPU.
+        The steps take turns, and each is compared with the full step of its turn: other work slows both. With `plain`, a step
+        of plain training takes turns too, with every mode as it is found. A GPU's clock is `steady` unless it waits for the
+        CPU.
         """
         draft = charges.profile(graph, times, sizes, origin)
         rungs = _rungs(graph, draft)
-        taken: list[list[float]] = [[] for _ in rungs]
-        for _ in range(1 if self.watch.cuda else repeats):  # on a GPU once is enough
-            for tries, rung in zip(taken, rungs, strict=True):
-                tries.append(self.step(rung))
-        if not steady:  # the full step, which shares refer to, is measured twice
-            taken[-1].append(self.step(rungs[-1]))
-        for tries, rung in zip(taken, rungs, strict=True):
-            if max(tries) > 1.2 * min(tries):  # one of them was much disturbed
-                tries.append(self.step(rung))
-        measured = np.array([self.watch.typical(tries) if steady else min(tries) for tries in taken])
+
+        def turn() -> list[float]:
+            return [self.step(rung) for rung in rungs] + [self._plain_step() for _ in range(plain)]
+
+        turns = np.array([turn() for _ in range(1 if self.watch.cuda and steady else repeats)])  # a steady clock needs one
+        if (_shares(turns, rungs).max(0) > 1.2 * _shares(turns, rungs).min(0)).any():  # one of them was much disturbed
+            turns = np.array([*turns, turn()])
+        full = turns[:, len(rungs) - 1]
+        measured = np.median(_shares(turns, rungs), axis=0) * (self.watch.typical(full.tolist()) if steady else full.min())
         parts = np.array([_parts(graph, draft, times, rung) for rung in rungs])
-        scales = _scales(parts, measured, _TRUST["cuda" if self.watch.cuda else "cpu"])
+        scales = _scales(parts, measured[: len(rungs)], _TRUST["cuda" if self.watch.cuda else "cpu"])
         better = _rescaled(graph, times, scales)
         backward = parts[-1] @ scales - (parts[-1] * scales)[[0, 3]].sum()
-        return replace(
+        profile = replace(
             charges.profile(graph, better, sizes, origin, self.update.accumulate),
             coverage=1 - float(parts[-1][5] * scales[5] / backward) if backward > 0 else None,
-            checks=tuple((float(p @ scales), min(tries), max(tries)) for p, tries in zip(parts, taken, strict=True)),
+            checks=tuple((float(p @ scales), float(t.min()), float(t.max())) for p, t in zip(parts, turns.T, strict=False)),
         )
-
-    def plain(self, profile: Profile, repeats: int) -> Cost:
-        """What a step of plain training costs, with every mode as it is found."""
         whole = profile.cost([_unit(profile.params)])
-        self.norms = BatchNormModes(self.model, "as-is")
-        tries = [self.step(profile.params) for _ in range(repeats)]
-        return replace(whole, seconds=self.watch.typical(tries))
+        return replace(profile, plain=replace(whole, seconds=float(measured[-1]))) if plain else profile
+
+    def _plain_step(self) -> float:
+        """Seconds of a step of plain training."""
+        self.norms.release_()
+        held, self.norms = self.norms, BatchNormModes(self.model, "as-is")
+        try:
+            return self.step(self.params)
+        finally:
+            self.norms = held
 
 
 def _unit(names: Collection[str]) -> Unit:
@@ -220,6 +237,11 @@ def _rungs(graph: Graph, draft: Profile) -> list[set[str]]:
         if rung and rung not in rungs:
             rungs.append(rung)
     return rungs
+
+
+def _shares(turns: Array, rungs: Sequence[set[str]]) -> Array:
+    """Each step over the full step of its turn. A coarse clock may not see a small step."""
+    return turns / np.maximum(turns[:, [len(rungs) - 1]], 1e-12)
 
 
 def _parts(graph: Graph, profile: Profile, times: Times, rung: Collection[str]) -> list[float]:
@@ -303,8 +325,10 @@ def optimizer_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
 def state_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
     """Bytes of optimizer state per parameter, from a step on tensors that have a shape and no memory.
 
-    Where an optimizer cannot take such a step, it takes a real one.
+    Where an optimizer cannot take such a step, it takes a real one. The state of one that needs a closure does not count.
     """
+    if needs_closure(optimizer):
+        return {}
     group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
     kinds: dict[Any, int] = {}
     out = {}

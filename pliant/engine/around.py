@@ -10,19 +10,25 @@ from pliant.core.mode import Mode
 from pliant.engine.kernels.arm.switch import Swapped
 from pliant.engine.lean.lean import Lean
 from pliant.engine.slices.slices import Sliced, Slices
+from pliant.runtime.compiled import eager
 
 
 def around_forward(mode: Mode, slices: Slices | None = None, swaps: bool = False) -> AbstractContextManager[Any]:
-    """The context of a forward pass in this mode; with `swaps`, custom kernels replace slow convolutions."""
+    """The context of a forward pass in this mode; with `swaps`, custom kernels replace slow convolutions.
+
+    Compiled code runs eagerly, but in plain steps: it would hide from the engine what it computes.
+    """
+    if mode == Mode() and slices is None and not swaps:
+        return nullcontext()
     inside: AbstractContextManager[Any] = nullcontext()
     if mode.lean:
         inside = Lean(slices)
     elif slices is not None:
         inside = Sliced(slices)
-    return _swapping(inside) if swaps else inside
+    return _eagerly(Swapped() if swaps else nullcontext(), inside)
 
 
 @contextmanager
-def _swapping(inside: AbstractContextManager[Any]) -> Iterator[Any]:
-    with Swapped(), inside as engine:
+def _eagerly(kernels: AbstractContextManager[Any], inside: AbstractContextManager[Any]) -> Iterator[Any]:
+    with eager(), kernels, inside as engine:
         yield engine

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -19,20 +20,26 @@ from pliant.core.budget import Budget
 from pliant.core.mode import Mode
 from pliant.core.types import Part
 from pliant.engine.around import around_forward
+from pliant.engine.compiled_parts import CompiledParts
 from pliant.engine.cuda_graphs.graphs import Graphs, Work
 from pliant.engine.derived_weights import Derived
+from pliant.engine.ends import Ends
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.modes import parse, pick
+from pliant.engine.news import News, as_plain
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.prefix import CachedRows, Prefix
-from pliant.engine.slices.slices import Slices, check_elementwise
+from pliant.engine.slices.slices import Slices, check_can_train
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak
-from pliant.runtime.optimizer_step import Update
+from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.sandbox import sandbox
+
+_Changed = bool | None  # None: as it was
+_OWN_LOOP = "the loop is your own: session.step runs steps that way"
 
 
 class Engine:
@@ -55,46 +62,41 @@ class Engine:
         self.features = features
         self.slices: Slices | None = None
         self.units_are_sliced = False  # whether channels may be chosen
+        self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
+        self._ends = Ends()
         self._chosen: Hashable = None
+        self._compiled = CompiledParts(model, loss)
         self._prefix = Prefix(model, features, prefix_dtype)
         self._norms = watch_batch_norms(model)
         self._graphs: Graphs | None = None
         self._held: Hashable = None  # the selection and mode of the captured steps that are held
         self._own_loop: CallersStep | None = None
         self.mode = Mode()
-        self._memory_is_limited, self._captures_pay = False, True
-        self._room = True  # whether what captured steps hold fits into the limit on memory
+        self._memory_is_limited, self._captures_pay, self._room = False, True, True  # see `settle`
         self._is_callers = self._no_ids = self._is_eager = False
-        self._not_captured: str | None = None  # why "auto" has given up on captures
-        self._reported: dict[str, str] = {}
-        self._not_lean: set[str] = set()
-        self._reported_lean: set[str] = set()
-        self.fills = False  # whether the last batch was put into the cache
+        self.not_captured: str | None = None  # why "auto" has given up on captures
+        self._news = News()
+        self.fills = self.skipped = False  # whether the last batch was put into the cache, and its step left out
         self.use_optimizer(optimizer)
 
     # ------------------------------------------------------------ the mode
 
     def settle(
-        self,
-        budget: Budget | None = None,
-        *,
-        room: bool | None = None,
-        own_loop: bool | None = None,
-        has_ids: bool | None = None,
-    ) -> bool:
-        """Pick the mode of the coming steps anew, after what changed. Returns whether it is another one.
+        self, budget: Budget | None = None, *, room: _Changed = None, own_loop: _Changed = None, has_ids: _Changed = None
+    ) -> None:
+        """Pick the mode of the coming steps anew, after what changed.
 
         `room`: whether what captured steps hold fits into the limit on memory. `own_loop`: whether the caller takes the steps.
         `has_ids`: whether batches name their samples, which a cache needs.
         """
         if budget is not None:
             self._memory_is_limited = budget.memory is not None
-            self._captures_pay = budget.memory is None or budget.time is not None  # else memory is better spent on training
+            fast = budget.time is not None or budget.energy is not None
+            self._captures_pay = budget.memory is None or fast  # else memory is better spent on training
         self._room = self._room if room is None else room
         self._is_callers = self._is_callers if own_loop is None else own_loop
         self._no_ids = self._no_ids if has_ids is None else not has_ids
-        before, self.mode = self.mode, self._pick()
-        return before != self.mode
+        self.mode = self._pick()
 
     def is_settled(self, own_loop: bool, has_ids: bool) -> bool:
         """Whether the mode is the right one for such steps."""
@@ -108,10 +110,11 @@ class Engine:
             cuda=self._cuda,
             caches=self.caches and not self._no_ids,
             memory_is_limited=self._memory_is_limited,
-            captures=has_room and (self._not_captured or self.why_no_capture) is None,
+            captures=has_room and (self.not_captured or self.why_no_capture) is None,
             custom_kernels=self._custom_kernels,
         )
-        return Mode(lean=mode.lean) if self._is_callers else mode
+        mode = replace(mode, lean=mode.lean and "differentiates" not in self.origin)
+        return Mode(lean=mode.lean and not self._compiled.is_scripted) if self._is_callers else mode
 
     @property
     def why_no_capture(self) -> str | None:
@@ -120,6 +123,10 @@ class Engine:
             return "there is no CUDA device"
         if self._update.scaler is not None:
             return "a GradScaler reads every step's gradients"
+        if "readings" in self.origin:
+            return "which layers run is random"
+        if self._update.reads_gradients:
+            return "on_nan reads every step's gradients"
         sliced = self.units_are_sliced or self.slices is not None
         return "channels are chosen" if sliced else self._graphs.refusal
 
@@ -150,36 +157,35 @@ class Engine:
         if self.features is not None and not mode.cached:
             no_ids = "the batch does not name its samples: give ids, or wrap the dataset in pliant.with_ids"
             off = no_ids if self._no_ids and self._asked.may("prefix") else "the prefix engine is off"
-            out["cache"] = self._prefix.reasons.get("cache", off)
+            out["cache"] = _OWN_LOOP if self._is_callers else self._prefix.reasons.get("cache", off)
         if self._asked.may("graphs") and (self._cuda or not self._asked.is_auto):
-            why = (
-                self._graphs.why_not if mode.graphs and self._graphs is not None else self._not_captured or self.why_no_capture
-            )
+            why = self._graphs.why_not if mode.graphs and self._graphs is not None else self.not_captured or self.why_no_capture
             if why is None and self._memory_is_limited and not mode.graphs:
                 why = "the limit on memory leaves no room for what a captured step holds"
             if why is not None:
                 out["graphs"] = why
         if self._is_callers and not self._asked.is_auto:
             own = [name for name in ("prefix", "graphs") if self._asked.may(name)]
-            out.update(dict.fromkeys(own, "the loop is your own: session.step runs steps that way"))
-        if self._not_lean:
-            out["lean"] = _as_plain(self._not_lean)
+            out.update(dict.fromkeys(own, _OWN_LOOP))
+        out |= self._compiled.why_not(mode, self.slices is not None)
+        if self._news.not_lean:
+            out["lean"] = as_plain(self._news.not_lean)
+        if "differentiates" in self.origin and self._asked.may("lean") and (self._memory_is_limited or not self._asked.is_auto):
+            out["lean"] = "the loss differentiates, and what is packed cannot be differentiated twice"
+        if self._ends.left_out:
+            out["input gradients"] = "gradients go to parameters alone; in a loop of your own, loss.backward() computes others"
         return out
 
     def news(self) -> list[str]:
         """What the engine does not do, each reason once."""
-        now, names = self.why_not, self._not_lean - self._reported_lean
-        self._reported_lean |= names
-        fresh = [f"not {name}: {why}" for name, why in now.items() if name != "lean" and self._reported.get(name) != why]
-        self._reported.update(now)
-        return [*fresh, f"not lean: {_as_plain(names)}"] if names else fresh
+        return self._news.tell(self.why_not)
 
     # ------------------------------------------------------------ what trains
 
     def check(self, parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> None:
         """Raise if these parts cannot be trained with this optimizer, before anything is changed."""
         if any(part.dim is not None for part in parts):
-            check_elementwise(optimizer)
+            check_can_train(optimizer, "differentiates" in self.origin)
 
     def choose_(self, parts: Iterable[Part], params: Mapping[str, nn.Parameter]) -> set[str]:
         """From now on these parts train. Returns the names of the parameters of which only a slice does."""
@@ -188,19 +194,18 @@ class Engine:
         self._prefix.reasons.pop("cache", None)  # another boundary may be cached
         old, slices = self.slices, Slices(params, parts)
         self.slices = slices if len(slices) else None
+        self._ends = Ends((params[part.param] for part in parts if part.param not in slices.parts), params.values())
         self.settle()
-        if self.slices is None:
-            return set()
-        if old is not None:
+        if self.slices is not None and old is not None:
             self.slices.carry_over(old, self.optimizer)
-        return set(self.slices.parts)
+        return set(slices.parts)
 
     def forget(self) -> None:
         """Weights or optimizer state were replaced: slices get fresh state, and nothing that was prepared counts."""
         if self.slices is not None:
             self.slices.forget()
         self._prefix.forget()
-        self._not_captured = None
+        self.not_captured = None
         if self._graphs is not None:
             self._graphs.forget()
 
@@ -239,17 +244,21 @@ class Engine:
         """
 
         def finish(value: torch.Tensor) -> torch.Tensor:
-            self._update.backward(value)
+            self._update.backward(value, self._ends.of(value, self.leaves().values(), self.optimizer))
+            value = value.detach()  # frees what backward did not need
             if last:
                 if peak is not None:
                     peak.updating()
                 with self.stepping(self.optimizer):
-                    self._update.step(self.optimizer)
-            return value.detach()
+                    self.skipped = not self._update.step(self.optimizer)
+            return value
 
+        if needs_closure(self.optimizer):
+            return self._update.step_with(self.optimizer, lambda: self._loss_of(batch, ids if self.mode.cached else None))
         stored = self.features.stored if self.features is not None else 0
         graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None
         self._is_eager = graphs is None
+        self._compiled.run(self._chosen)
         ids = ids if self.mode.cached else None
         if graphs is None:
             if self._graphs is not None and self._memory_is_limited:
@@ -261,7 +270,7 @@ class Engine:
             prepare = partial(self._prepare, batch, None)
             value = self._captured(graphs, batch, lambda batch: finish(self._loss_of(batch, None)), (first, last), prepare)
         if graphs is not None and graphs.why_not is not None and not graphs.replays and self._asked.is_auto:
-            self._not_captured = graphs.why_not
+            self.not_captured = graphs.why_not
             self.settle()
         elif self.mode.cached and not self.caches:
             self.settle()
@@ -288,7 +297,7 @@ class Engine:
         derived = frozen_scales(self._norms) if self.mode.lean else []
         if self.mode.prefix:
             if not self._prefix.knows(batch, ids, self._sliced):
-                with self._inside():
+                with self.forward():
                     self._rehearse(batch, ids)
                     self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
             derived += self._prefix.derived(batch, ids, self._sliced)
@@ -301,7 +310,7 @@ class Engine:
     ) -> torch.Tensor:
         """A captured step reads cached features and whatever else of the batch it needs; one that fills the cache is eager."""
         if not self._prefix.knows(batch, ids, self._sliced):
-            with self._inside():
+            with self.forward():
                 self._rehearse(batch, ids)
         found = self._prefix.find(batch, ids, self._sliced)
         if found is None or found.rows is None:
@@ -329,13 +338,11 @@ class Engine:
     def compute(self, function: Loss, batch: Any, ids: Any) -> torch.Tensor:
         """function(model, batch), with what needs no gradient from the cache: the same features as steps use."""
         choice = self._sliced, function  # another program than that of the loss
-        with torch.enable_grad(), self._inside():  # what needs a gradient shows where the cached part ends
+        with torch.enable_grad(), self.forward():  # what needs a gradient shows where the cached part ends
             return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
 
     def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
-        def forward() -> torch.Tensor:
-            return compute_loss(self._model, self._loss, batch)
-
+        forward = partial(compute_loss, self._model, self._loss, batch)
         if not self.mode.prefix:
             return forward()
         if not self._prefix.knows(batch, ids, self._sliced):
@@ -366,14 +373,13 @@ class Engine:
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of a forward pass; call `after` with what it gave when the pass is done."""
-        return self._inside()
-
-    def _inside(self) -> AbstractContextManager[Any]:
         return around_forward(self.mode, self.slices, self._swaps)
 
     def after(self, inside: Any) -> None:
         """Remember what the lean engine could not do."""
-        self._not_lean |= set(getattr(inside, "not_lean", ()))
+        self._news.not_lean |= set(getattr(inside, "not_lean", ()))
+        if self.mode.lean and self._compiled.has_scripted:
+            self._news.not_lean.add("scripted modules")
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """The context of clipping and of the optimizer's step."""
@@ -394,7 +400,3 @@ class Engine:
         if self._own_loop is not None:
             self._own_loop.close()
             self._own_loop = None
-
-
-def _as_plain(functions: set[str]) -> str:
-    return f"{', '.join(sorted(functions))} keep what plain autograd keeps"

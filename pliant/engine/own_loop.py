@@ -10,6 +10,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
+from pliant.runtime.compiled import eager
 from pliant.runtime.optimizer_step import even_out_
 
 
@@ -29,11 +30,15 @@ class Runs(Protocol):
 
 
 class CallersStep:
-    """Hooks on the model and its optimizer for one step. A copy of the model does not take the engine along."""
+    """Hooks on the model and its optimizer for one step. A copy of the model does not take the engine along.
+
+    Compiled code runs eagerly meanwhile: a model that was compiled in place has these hooks in what is compiled.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, engine: Runs) -> None:
         self._inside: list[tuple[Any, Any]] = []  # contexts, and what was entered
         self._standing = standing = ExitStack()
+        standing.enter_context(eager())
         inside, mine, ran, has_slices = self._inside, ref(model), list[bool](), engine.slices is not None
         forward, after, stepping = WeakMethod(engine.forward), WeakMethod(engine.after), WeakMethod(engine.stepping)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +19,11 @@ from pliant.graph.forward_trace import CARRIERS, ForwardTrace, SavedTensorNeeded
 from pliant.graph.saved_tensors import Saves, op_name
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
+from pliant.runtime.rng import rng_states, set_rng_states
+from pliant.runtime.sandbox import sandbox
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
+_PARAMETER_LISTS = frozenset(("ParameterList", "ParameterDict"))
 _CHEAP = frozenset(("Embedding", "EmbeddingBag", "Add", "Sub", "Mul", "Div", "PreluKernel", "Index", "IndexSelect", "Gather"))
 
 
@@ -33,7 +36,9 @@ class Node:
     gradient on. A `whole` node is a function written in Python: it computes all its gradients, whichever are needed.
     `macs`, `outputs` (elements), `made` (their bytes) and `moved` (bytes read and written) are those of its forward. The first
     node of a checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage,
-    bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs.
+    bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs. From an
+    `outward` node gradients would flow to a tensor that is no parameter of the model, such as an input that requires one: the
+    forward pass saves for it whatever is chosen.
     """
 
     op: str
@@ -48,6 +53,7 @@ class Node:
     recomputes: bool = False
     saves: Saves = ()
     lean: Saves | None = None
+    outward: bool = False
 
     @property
     def is_norm(self) -> bool:
@@ -92,9 +98,15 @@ class Graph:
 
     `forward_macs` also counts operations without a node. `params` maps every trainable parameter to its number of bytes,
     `unused` names those that the loss does not reach, `modules` maps module names to class names, `head` names the parameters
-    of the module nearest the loss. `inference` lists the bytes in memory during each operation of the forward pass if nothing
-    is saved for backward; `gone` maps each saved storage to the operation before which it would then be freed. `shapes` maps
-    every trainable parameter to its shape. `again` is what checkpoints compute twice.
+    of the module nearest the loss, tied ones left out. `inference` lists the bytes in memory during each operation of the
+    forward pass if nothing is saved for backward; `gone` maps each saved storage to the operation before which it would then
+    be freed. `shapes` maps every trainable parameter to its shape. `again` is what checkpoints compute twice.
+
+    `differentiates` says whether the loss itself calls autograd, as a gradient penalty does, and `all_trainable` whether it
+    does so with respect to parameters: then it fails where one is frozen.
+
+    Some models leave out layers at random. Then `seed` is what random numbers started from, and `others` are readings of other
+    graphs, each from a seed of its own.
     """
 
     nodes: tuple[Node, ...]
@@ -108,6 +120,25 @@ class Graph:
     gone: Mapping[int, int] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     again: tuple[Recomputed, ...] = ()
+    differentiates: bool = False
+    all_trainable: bool = False
+    seed: int | None = None
+    others: tuple[Graph, ...] = ()
+
+    @property
+    def readings(self) -> list[Graph]:
+        """This one and the others, each by itself."""
+        return [replace(self, others=()), *self.others]
+
+    def is_wired_like(self, inputs: Sequence[Sequence[str | int | None]]) -> bool:
+        """Whether nodes with these `inputs` hand their gradients on as those of this one do.
+
+        Names do not count: while a graph is read, PyTorch records other names for views; a norm has one for each mode, and a
+        custom autograd function may replace an operation, with other arguments that get no gradient.
+        """
+        own = (node.inputs for node in self.nodes)
+        mine, its = ([[one for one in each if one is not None] for each in several] for several in (own, inputs))
+        return mine == its
 
     def order(self) -> dict[str, int]:
         """For each used parameter, the node furthest from the loss that needs it."""
@@ -118,10 +149,31 @@ class Graph:
                     deepest[param] = i
         return deepest
 
+    def transposed(self) -> tuple[str, ...]:
+        """Weights that are stored as (inputs, outputs) and multiplied as they are, as in `Conv1D` of transformers."""
+        as_is: set[str] = set()
+        otherwise: set[str] = set()
+        for node in self.nodes:
+            for param in node.params:
+                if node.carrier:
+                    otherwise |= {param} if node.op != "ToCopy" else set()
+                elif node.op in ("Mm", "Addmm") and node.inputs[-1] == param and param not in node.inputs[:-1]:
+                    as_is.add(param)
+                else:
+                    otherwise.add(param)
+        return tuple(param for param in self.params if param in as_is - otherwise)
+
 
 def owner(param: str) -> str:
     """The module that a parameter is registered in."""
     return param.rpartition(".")[0]
+
+
+def layer_of(param: str, modules: Mapping[str, str]) -> str:
+    """The layer that a parameter belongs to: its module. The parameters of the model itself, and those of a ParameterList or
+    ParameterDict, are layers of their own."""
+    module = owner(param)
+    return module if module and modules.get(module) not in _PARAMETER_LISTS else param
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -177,6 +229,26 @@ def walk(loss: torch.Tensor) -> list[Any]:
     return out
 
 
+def depends_on_parameter(tensor: torch.Tensor, clean: set[Any]) -> bool:
+    """Whether gradients flow from a tensor to some parameter, and not only to an input that requires one.
+
+    `clean` collects autograd nodes of which it is known that they do not, for the next call.
+    """
+    if tensor.grad_fn is None:
+        return tensor.requires_grad and isinstance(tensor, nn.Parameter)
+    stack: list[Any] = [tensor.grad_fn]
+    seen = {tensor.grad_fn}
+    while stack:
+        node = stack.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        following = {one for one, _ in node.next_functions if one is not None} - seen - clean
+        seen |= following
+        stack += following
+    clean |= seen
+    return False
+
+
 def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tuple[tuple[str | int | None, ...], bool]]:
     """For each node what receives the gradient of each of its inputs (see `Node.inputs`), and whether it is a carrier."""
     names: dict[Any, str] = {param: name for name, param in params.items()}
@@ -202,12 +274,14 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`.
     """
     params = trainable(model)
-    trace = ForwardTrace(model, batch)
+    start = rng_states()
+    trace, differentiates = ForwardTrace(model, batch), False
     try:
         with trace:
             value = compute_loss(model, loss, batch)
     except SavedTensorNeeded:
-        trace = ForwardTrace(model, batch, keep=True)
+        set_rng_states(start)
+        trace, differentiates = ForwardTrace(model, batch, keep=True), True
         with trace:
             value = compute_loss(model, loss, batch)
     live = walk(value)
@@ -218,7 +292,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         )
     trace.assign(live)
     again = tuple(Recomputed(*part) for part in trace.recomputed(live))
-    recomputing = {part.node for part in again}
+    recomputing, outward = {part.node for part in again}, _outward(live, params)
     nodes = []
     for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, params), strict=True)):
         params_here = [name for name in inputs if isinstance(name, str)]
@@ -234,6 +308,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
                 i in recomputing,
                 trace.saves(node),
                 trace.lean(node, work[1]),
+                node in outward,
             )
         )
     reached = {param for node in nodes for param in node.params}
@@ -243,13 +318,37 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         {name: param.numel() * param.element_size() for name, param in params.items()},
         tuple(name for name in params if name not in reached),
         kinds,
-        _head(nodes, params),
+        _head(_last_uses(nodes) if differentiates else nodes, params, kinds),
         tuple(sorted({node.op for node in nodes if _is_uncounted(node, params)})),
         sum(one.macs for several in trace.executed.values() for one in several),
         *trace.memory(),
         shapes={name: tuple(param.shape) for name, param in params.items()},
         again=again,
+        differentiates=differentiates,
+        all_trainable=differentiates and _needs_all(model, loss, batch),
     )
+
+
+def _needs_all(model: nn.Module, loss: Loss, batch: Any) -> bool:
+    """Whether a loss that differentiates fails where nothing is trainable."""
+    with sandbox(model, train=()):
+        try:
+            loss(model, batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            return True
+    return False
+
+
+def _outward(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> set[Any]:
+    """The nodes from which gradients flow to a tensor that is none of these parameters."""
+    own, out = {id(param) for param in params.values()}, set[Any]()
+    for node in reversed(live):
+        for following, _ in node.next_functions:
+            if following in out or (hasattr(following, "variable") and id(following.variable) not in own):
+                out.add(node)
+    return out
 
 
 def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
@@ -258,18 +357,40 @@ def _is_uncounted(node: Node, params: dict[str, nn.Parameter]) -> bool:
     return not cheap and any(params[name].dim() > 1 for name in node.params)
 
 
-def _head(nodes: Sequence[Node], params: dict[str, nn.Parameter]) -> tuple[str, ...]:
-    """All parameters of the module nearest the loss.
+def _last_uses(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes behind which a parameter is not used again. Where a loss differentiates, others may belong to its gradient."""
+    last = {param: i for i, node in enumerate(nodes) for param in node.params}
+    return [nodes[i] for i in sorted(set(last.values()))]
+
+
+def _head(nodes: Sequence[Node], params: Mapping[str, nn.Parameter], modules: Mapping[str, str]) -> tuple[str, ...]:
+    """All parameters of the module nearest the loss, but for tied ones: to train those takes a longer backward pass.
 
     A parameter of the whole model (a learnable temperature, say) may be nearer, but is no head by itself. It is included, and
     the search goes on to the first module or matrix product.
     """
+    layers = {name: layer_of(name, modules) for name in params}
     head: list[str] = []
     for node in nodes:
-        if node.params:
-            head += node.params
-            mates = {owner(param) for param in node.params} - {""}
+        found = [param for param in node.params if not _is_tied(nodes, param, layers)]
+        if found:
+            head += found
+            mates = {layers[param] for param in found if layers[param] != param}
             if mates or node.macs:
-                head += [name for name in params if owner(name) in mates]
+                head += [name for name in params if layers[name] in mates and not _is_tied(nodes, name, layers)]
                 break
     return tuple(dict.fromkeys(head))
+
+
+def _is_tied(nodes: Sequence[Node], param: str, layers: Mapping[str, str]) -> bool:
+    """Whether a parameter is used again further from the loss, with parameters of other layers in between."""
+    behind: dict[int, bool] = {}  # nodes behind a use of it → whether parameters of other layers lie in between
+    for i, node in enumerate(nodes):
+        uses = param in node.params
+        if uses and behind.get(i):
+            return True
+        if uses or i in behind:
+            passed = behind.get(i, False) or (not uses and any(layers[other] != layers[param] for other in node.params))
+            for following in node.data:
+                behind[following] = behind.get(following, False) or passed
+    return False

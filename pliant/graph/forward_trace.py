@@ -96,6 +96,8 @@ class ForwardTrace:
     def __enter__(self) -> ForwardTrace:
         self._handles: list[Any] = []
         for name, module in self.model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
             self._handles.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name), prepend=True))
             self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         self._hooks = saved_tensors_hooks(self._pack, _unpack)

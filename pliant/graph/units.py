@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import Literal
 
 from pliant.core.types import Part, Unit, match
-from pliant.graph.backward import Graph, owner
+from pliant.graph.backward import Graph, layer_of, owner
 
 Units = Callable[[Graph], tuple[Unit, ...]]
 Globs = str | Iterable[str]
@@ -30,12 +31,12 @@ def layers(include: Globs = "*", exclude: Globs = ()) -> Units:
     """All parameters of one module, together with the norm that follows it: what the literature calls a layer.
 
     The gradients of the norm read the same data as those of the weight, so they cost almost as much alone as together. A norm
-    that does not directly follow a layer (before a transformer block, say) is a layer of its own.
+    that does not directly follow a layer (before a transformer block, say) is a layer of its own. So is each parameter of a
+    ParameterList or ParameterDict.
     """
 
     def of(graph: Graph) -> tuple[Unit, ...]:
-        leads = _norm_leads(graph)
-        return _grouped(_params(graph, include, exclude), lambda param: leads.get(owner(param), owner(param)) or param)
+        return _grouped(_params(graph, include, exclude), _layers(graph))
 
     return of
 
@@ -43,7 +44,9 @@ def layers(include: Globs = "*", exclude: Globs = ()) -> Units:
 def blocks(*named: str, include: Globs = "*", exclude: Globs = ()) -> Units:
     """The repeated blocks of a model (found by class), or the modules that match `named`; everything else is split by layer.
 
-    A repeated block is the outermost kind of module with modules of its own that occurs at least twice.
+    A repeated block is the outermost kind of module with modules of its own that occurs at least twice. A stack of blocks
+    (an encoder beside a decoder, or a stage) is no block: if it holds a ModuleList or Sequential with two modules of one class
+    and the same shapes, and is no such module itself, then these are the blocks.
     """
 
     def of(graph: Graph) -> tuple[Unit, ...]:
@@ -52,11 +55,11 @@ def blocks(*named: str, include: Globs = "*", exclude: Globs = ()) -> Units:
             roots = {modules[i] for i in match(modules, named, "module")}
         else:
             roots = _repeated(graph)
-        leads = _norm_leads(graph)
+        layer = _layers(graph)
 
         def group(param: str) -> str:
             inside = [name for name in _ancestors(owner(param)) if name in roots]
-            return inside[-1] if inside else leads.get(owner(param), owner(param)) or param
+            return inside[-1] if inside else layer(param)
 
         return _grouped(_params(graph, include, exclude), group)
 
@@ -88,10 +91,11 @@ def channels(
 ) -> Units:
     """Groups of neighbouring channels of every convolution and linear layer: slices of its weight along its outputs or inputs.
 
-    Slices of outputs include their part of the bias; with slices of inputs, biases are in no unit. In a weight with several
-    groups, a slice of inputs is the same channels of each group. Depthwise convolutions have one input per group, so their
-    slices are along the outputs; without `depthwise`, they are left out. Everything else (norms, embeddings, layers that the
-    loss does not reach) is in no unit.
+    A linear layer is also a module with a matrix `weight` of inputs × outputs, such as `Conv1D` of transformers. Slices of
+    outputs include their part of the bias; with slices of inputs, biases are in no unit. In a weight with several groups, a
+    slice of inputs is the same channels of each group. Depthwise convolutions have one input per group, so their slices are
+    along the outputs; without `depthwise`, they are left out. Everything else (norms, embeddings, layers that the loss does
+    not reach) is in no unit.
     """
     if axis not in ("out", "in"):
         raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
@@ -105,24 +109,36 @@ def channels(
             p for node in graph.nodes if not node.carrier and node.op not in _SLICED_OPS for p in node.params
         }
         mine = {p for p in params if graph.modules.get(owner(p)) in _SLICED_KINDS and p not in elsewhere}
+        transposed = set(graph.transposed()) - mine  # stored as (inputs, outputs)
+        mine |= (transposed | _added(graph)) & set(params)
         for param in params:
             layer, _, kind = param.rpartition(".")
             if param not in mine or kind != "weight":
                 continue
-            shape, bias = graph.shapes[param], f"{layer}.bias"
-            if not depthwise and _is_depthwise(graph, param):
+            shape, bias, is_transposed = graph.shapes[param], f"{layer}.bias", param in transposed
+            if not depthwise and not is_transposed and _is_depthwise(graph, param):
                 continue
-            dim = 1 if axis == "in" and shape[1] > 1 else 0
+            way = "in" if axis == "in" and (is_transposed or shape[1] > 1) else "out"
+            dim = int((way == "in") != is_transposed)
             for start in range(0, shape[dim], group):
                 index = tuple(range(start, min(start + group, shape[dim])))
-                parts = [Part(name, dim, index) for name in (param, bias) if name == param or (name in mine and dim == 0)]
-                found.append(Unit(f"{layer}[{('out', 'in')[dim]} {start}:{index[-1] + 1}]", tuple(parts)))
+                parts = [Part(param, dim, index)]
+                if way == "out" and bias in mine and graph.shapes[bias] == (shape[dim],):
+                    parts.append(Part(bias, 0, index))
+                found.append(Unit(f"{layer}[{way} {start}:{index[-1] + 1}]", tuple(parts)))
         if not found:
             kind = "" if depthwise else " but depthwise ones"
             raise ValueError(f"nothing is left to choose from: no convolution or linear layer{kind} is among the parameters.")
         return tuple(found)
 
     return of
+
+
+def _added(graph: Graph) -> set[str]:
+    """Biases that matrix products add, and nothing else uses."""
+    added = {node.inputs[0] for node in graph.nodes if node.op == "Addmm" and isinstance(node.inputs[0], str)}
+    others = {p for node in graph.nodes for i, p in enumerate(node.inputs) if not node.carrier and (node.op != "Addmm" or i)}
+    return {name for name in added if isinstance(name, str) and name not in others}
 
 
 def _is_depthwise(graph: Graph, weight: str) -> bool:
@@ -152,8 +168,19 @@ def _grouped(params: Iterable[str], group: Callable[[str], str]) -> tuple[Unit, 
     return tuple(Unit(name, tuple(Part(param) for param in members)) for name, members in found.items())
 
 
+def _layers(graph: Graph) -> Callable[[str], str]:
+    """Parameter → the layer that it belongs to; a norm belongs to the layer that it directly follows."""
+    leads = _norm_leads(graph)
+
+    def layer(param: str) -> str:
+        own = layer_of(param, graph.modules)
+        return leads.get(own, own)
+
+    return layer
+
+
 def _norm_leads(graph: Graph) -> dict[str, str]:
-    """For each norm that directly follows a layer, the module of that layer."""
+    """For each norm that directly follows a layer, that layer."""
     leads = {}
     for node in graph.nodes:
         if not node.params or node.carrier or not _is_norm(node.op, graph.modules.get(node.module, "")):
@@ -164,7 +191,7 @@ def _norm_leads(graph: Graph) -> dict[str, str]:
         if len(at) == 1:
             before = graph.nodes[at[0]]
             if before.params and before.macs:
-                leads[owner(node.params[0])] = owner(before.params[0])
+                leads[layer_of(node.params[0], graph.modules)] = layer_of(before.params[0], graph.modules)
     return leads
 
 
@@ -182,14 +209,35 @@ def _ancestors(module: str) -> list[str]:
 
 
 def _repeated(graph: Graph) -> set[str]:
-    """The outermost modules with submodules and parameters whose class occurs more than once."""
-    holders = Counter(name for param in graph.params for name in set(_ancestors(owner(param))))
+    """The outermost modules with submodules and parameters whose class occurs more than once, stacks of blocks left out."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}  # of each module that holds parameters, by their names within it
+    for param in graph.params:
+        for name in _ancestors(owner(param)):
+            shapes.setdefault(name, {})[param.removeprefix(name)] = graph.shapes[param]
     parents = {owner(name) for name in graph.modules if name}
-    built = [name for name in graph.modules if name and name in parents and holders[name]]
+    built = [name for name in graph.modules if name and name in parents and name in shapes]
     named = [name for name in built if graph.modules[name] not in ("Sequential", "ModuleList", "ModuleDict")]
+    twins = _twins(named, graph.modules, shapes)
+    blocks = {graph.modules[name] for name in twins}
+    stacks = {graph.modules[name] for twin in twins for name in _ancestors(twin)[1:]} - blocks
     kinds = Counter(graph.modules[name] for name in named)
-    repeated = {name for name in named if kinds[graph.modules[name]] > 1}
+    repeated = {name for name in named if kinds[graph.modules[name]] > 1 and graph.modules[name] not in stacks}
     if not repeated:  # plain containers side by side
         siblings = Counter((owner(name), graph.modules[name]) for name in built)
         repeated = {name for name in built if siblings[owner(name), graph.modules[name]] > 1}
     return {name for name in repeated if not any(outer in repeated for outer in _ancestors(name)[1:])}
+
+
+def _twins(named: Iterable[str], modules: Mapping[str, str], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> set[str]:
+    """The modules that have a neighbour of their class in a numbered list with the same shapes where both have a parameter."""
+    lists: dict[tuple[str, str], list[str]] = {}
+    for name in named:
+        if name.rpartition(".")[2].isdigit():
+            lists.setdefault((owner(name), modules[name]), []).append(name)
+    found: set[str] = set()
+    for members in lists.values():
+        for one, other in pairwise(members):
+            both = shapes[one].keys() & shapes[other].keys()
+            if both and all(shapes[one][param] == shapes[other][param] for param in both):
+                found |= {one, other}
+    return found

@@ -5,7 +5,7 @@ Every limit becomes constraints of the solver's problem (`_rows`); a memory limi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -48,6 +48,8 @@ def plan(
     always = always_chosen(policy, profile, units)
     full = profile.full
     asked = policy.budget.limits(full, progress)
+    if "bytes" in asked and not full.bytes and not any(charge.cost.bytes for charge in profile.charges):
+        raise BudgetError("memory= cannot be kept: this profile holds no bytes; measure with another `cost`.")
     base = profile.metered(profile.base)
     table, limit = _that_cost(profile.table(units)), dict(asked)
     done = progress.fraction if progress.total_steps is not None else None
@@ -100,6 +102,14 @@ def plan(
         dict(zip(names, worth.tolist(), strict=True)),
         asked,
     )
+
+
+def without(values: Mapping[Unit, float], params: Collection[str]) -> dict[Unit, float]:
+    """The same values of units that lack these parameters; a unit that has no others is left out."""
+    if not params:
+        return dict(values)
+    rest = {unit: tuple(part for part in unit.parts if part.param not in params) for unit in values}
+    return {replace(unit, parts=parts): values[unit] for unit, parts in rest.items() if parts}
 
 
 def _some_fits(problem: Problem, held: NDArray[np.bool_]) -> bool:

@@ -19,9 +19,9 @@ class Policy:
 
     `units` turns a graph into units (`units.layers()`), `signal` says what each is worth (`score.update_gain()`), `cost`
     measures (`measure.timed`), `solver` decides (`solve.knapsack()`), `when` says how often (`schedule.every(steps=100)`).
-    `always` names units that are chosen in any case; `head` adds the module nearest the loss. `state` says whether optimizer
-    state is kept or dropped when a unit leaves the selection; where memory is limited it is dropped. Change one word with
-    `dataclasses.replace` and you have an ablation.
+    `always` names units that are chosen in any case; `head` adds the module nearest the loss, tied weights left out. `state`
+    says whether optimizer state is kept or dropped when a unit leaves the selection; where memory is limited it is dropped.
+    Change one word with `dataclasses.replace` and you have an ablation.
 
     `cost` is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…)` and returns a
     `Profile`. `graph` is the backward graph, already read (`measure.read_graph`); `update` says how gradients become a step;

@@ -153,13 +153,26 @@ def full() -> Policy:
 
 
 def head() -> Policy:
-    """The module nearest the loss, and nothing else."""
+    """The module nearest the loss, and nothing else.
+
+    Tied weights are no head: where the output matrix is also the embedding, the head is the module before it. To train the
+    matrix too, name it: `only("*embed*")`.
+    """
     return Policy(units.tensors(), score.nearness(), counted, solve.fixed(), name="head")
 
 
 def bias() -> Policy:
-    """Every bias (a norm's shift is one), and the head. BitFit, arXiv 2106.10199."""
-    return Policy(units.tensors(), score.nearness(), counted, solve.fixed("*bias"), name="bias")
+    """Every bias (a norm's shift is one), and the head. BitFit, arXiv 2106.10199. A model without biases is refused."""
+
+    def biases(problem: solve.Problem) -> solve.Mask:
+        if not any(name.endswith("bias") for name in problem.names):
+            raise ValueError(
+                f"this model has no bias: none of its {len(problem.names)} parameters is called so, and the head alone would "
+                f"train. Use recipes.norm() for the scales of its norms, or recipes.head()."
+            )
+        return solve.fixed("*bias")(problem)
+
+    return Policy(units.tensors(), score.nearness(), counted, biases, name="bias")
 
 
 def norm() -> Policy:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from pliant.runtime.compiled import eager
 from pliant.runtime.torch_internals import TorchDispatchMode, tree_leaves
 
 _SMALL = 1 << 12  # elements that are not worth their while
@@ -51,7 +52,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations make while it is on, and remembers the peak.
 
     On the CPU it follows every storage from the operation that makes it until it is freed; scratch memory inside a kernel is
-    not seen. On CUDA it reads the allocator, which sees that too. What an operation finds is not what it makes.
+    not seen, and compiled code runs eagerly. On CUDA it reads the allocator, which sees that too. What an operation finds is
+    not what it makes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,11 +84,16 @@ class LiveBytes(TorchDispatchMode):
         self._peak = self._bytes
 
     def __enter__(self) -> LiveBytes:
-        return super().__enter__() if self._device is None else self
+        if self._device is not None:
+            return self
+        self._eagerly = eager()
+        self._eagerly.__enter__()
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self._device is None:
             super().__exit__(*error)
+            self._eagerly.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._see((args, kwargs), made=False)
@@ -107,6 +114,20 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         if self._refs.pop(key, None) is not None:
             self._bytes -= size
+
+
+def inference_peak(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Peak live bytes of a pass without gradients; None where it needs them, since the loss itself differentiates."""
+    live = LiveBytes(device)
+    live.forget()
+    try:
+        with live, torch.no_grad():
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
+    return live.peak
 
 
 class _Shape(NamedTuple):

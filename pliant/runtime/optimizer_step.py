@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
 
+from pliant.runtime.torch_internals import norms
+
+OnNan = Literal["skip", "raise", "ignore"]
+
 
 @dataclass(frozen=True)
 class Update:
-    """How a loss becomes a step: gradients clipped to the norm `clip`, scaled by `scaler`, the mean of `accumulate` batches."""
+    """How a loss becomes a step: gradients clipped to the norm `clip`, scaled by `scaler`, the mean of `accumulate` batches.
+
+    `on_nan` says what happens where a gradient is not finite; None: the step is skipped on the CPU, and elsewhere nobody looks.
+    A scaler skips such steps by itself.
+    """
 
     clip: float | None = None
     scaler: torch.amp.GradScaler | None = None
     accumulate: int = 1
+    on_nan: OnNan | None = None
 
     def __post_init__(self) -> None:
+        if self.on_nan not in ("skip", "raise", "ignore", None):
+            raise ValueError(f"on_nan={self.on_nan!r} is not known: give 'skip', 'raise' or 'ignore'.")
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate}: at least one batch goes into an optimizer step.")
 
@@ -30,22 +43,82 @@ class Update:
             value = self.scaler.scale(value)
         torch.autograd.backward(value, inputs=inputs)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip and step."""
-        if self.clip is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(optimizer)
-            grads = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            nn.utils.clip_grad_norm_(grads, self.clip)
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Clip and step. Returns False where it was skipped, since a gradient is not finite."""
+        params = _with_gradients(optimizer)
+        norm = self._clip(optimizer, params)
         if self.scaler is not None:
             self.scaler.step(optimizer)
             self.scaler.update()
-        else:
-            optimizer.step()
+            return True
+        if self._looks(params) and not (_is_finite(params) if norm is None else bool(norm.isfinite())):
+            if self.on_nan != "raise":
+                return False
+            raise FloatingPointError(
+                "gradients of this step are not finite: weights and optimizer state are as before it. Check this batch; a "
+                "lower learning rate or clip=… keeps training from diverging. on_nan='skip' leaves such steps out."
+            )
+        optimizer.step()
+        return True
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether a step waits for its gradients on any device."""
+        return self.scaler is not None or self.on_nan in ("skip", "raise")
+
+    def _looks(self, params: Sequence[nn.Parameter]) -> bool:
+        return self.reads_gradients or (self.on_nan is None and all(param.device.type == "cpu" for param in params))
+
+    def step_with(self, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A step of an optimizer that evaluates the loss itself, as often as it likes. Returns the first loss, detached."""
+        if self.scaler is not None or self.accumulate > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} evaluates the loss of one batch several times in a step: it works neither with a "
+                f"GradScaler nor with accumulate={self.accumulate}. Leave them out, or use an optimizer such as AdamW."
+            )
+        losses: list[torch.Tensor] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            value = loss()
+            losses.append(value.detach())
+            self.backward(value)
+            self._clip(optimizer, _with_gradients(optimizer))
+            return value
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        return losses[0]
+
+    def _clip(self, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
+        """The norm of the gradients, where they are clipped."""
+        if self.clip is None:
+            return None
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        return nn.utils.clip_grad_norm_(params, self.clip)
 
     def apart(self) -> Update:
-        """The same with a scaler of its own, to try steps that nobody is to notice."""
-        return replace(self, scaler=copy.deepcopy(self.scaler))
+        """The same with a scaler of its own, to try steps that nobody is to notice, whatever their gradients are."""
+        return replace(self, scaler=copy.deepcopy(self.scaler), on_nan="ignore")
+
+
+def _with_gradients(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _is_finite(params: Sequence[nn.Parameter]) -> bool:
+    """Whether all gradients are finite. Their norms tell, which take least time, unless large numbers make one overflow."""
+    grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+    found = [norm.isfinite() for norm in norms(grads)]
+    if not found or bool(torch.stack([one.to(found[0].device) for one in found]).all()):
+        return True
+    return all(bool(grad.isfinite().all()) for grad in grads)
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step cannot be taken without a function that evaluates the loss, as that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def even_out_(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -37,3 +37,25 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
     if "mps" in states and torch.backends.mps.is_available():
         torch.mps.set_rng_state(states["mps"])
+
+
+def seed_(seed: int) -> None:
+    """Every generator starts from this seed. (`torch.manual_seed` would also seed a GPU that is not in use yet.)"""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two random states are the same: then nothing was drawn between them."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    return bool(a == b)

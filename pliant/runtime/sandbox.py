@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant.runtime.compiled import eager
+from pliant.runtime.optimizer_step import needs_closure
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.trainable import found, restore_
 
@@ -19,8 +21,8 @@ from pliant.runtime.trainable import found, restore_
 def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[None]:
     """Whatever runs inside leaves no trace: buffers, gradients, random states, modes and trainable flags are put back.
 
-    Inside, gradients start out as None and just the parameters in `train` are trainable (None: as they are). Weights and
-    optimizer state are not copied: whoever needs a step takes it on a `scratch` optimizer.
+    Inside, gradients start out as None and just the parameters in `train` are trainable (None: as they are). Compiled code
+    runs eagerly. Weights and optimizer state are not copied: whoever needs a step takes it on a `scratch` optimizer.
     """
     was = found(model)
     buffers = {module: dict(module._buffers) for module in model.modules()}
@@ -34,12 +36,17 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
             if train is not None:
                 param.requires_grad_(name in train)
         torch.clear_autocast_cache()
-        yield
+        with eager():
+            yield
     finally:
         restore_(was)
         for module, flag in was.training.items():
             module.training = flag
         for module, held in buffers.items():
+            if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be removed or added
+                for name, buffer in held.items():
+                    setattr(module, name, buffer)
+                continue
             module._buffers.clear()
             module._buffers.update(held)
         with torch.no_grad():
@@ -69,8 +76,11 @@ def scratch(
 
     Hooks and schedulers of the user's optimizer do not see it; take its steps with `scratch_step`.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS makes its update from a closure, not from a gradient: its update gain is unknown.")
+    if needs_closure(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} makes its update from a closure, not from a gradient: its update gain is unknown. Use "
+            f"another signal, such as score.grad_norm(), or another optimizer, such as AdamW."
+        )
     copies = {
         id(param): nn.Parameter(value.detach().to(dtype or value.dtype, copy=True))
         for param, value in zip(params, params if values is None else values, strict=True)

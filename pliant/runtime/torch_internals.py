@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
@@ -26,13 +27,16 @@ __all__ = [
     "add_to_each_",
     "clear_cublas_workspaces",
     "is_any_autocast_enabled",
+    "is_compiled",
     "is_transformed",
     "next_sequence_number",
     "norms",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "recompile_limit",
     "saved_tensor_hooks",
     "tree_leaves",
+    "without_dynamo",
     "without_function_modes",
     "would_run",
 ]
@@ -45,6 +49,9 @@ pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 # A context in which no torch function mode is called.
 without_function_modes = torch._C.DisableTorchFunction
+
+# Decorates what `torch.compile` must not look into. Unlike `torch.compiler.disable`, it imports dynamo when it is called.
+without_dynamo = _disable_dynamo
 
 # Whether autocast is on for any device; True where PyTorch cannot tell.
 is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -88,3 +95,13 @@ def would_run(node: Any) -> bool:
 def clear_cublas_workspaces() -> None:
     """Free the memory that cuBLAS holds as workspaces."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def is_compiled(code: Any) -> bool:
+    """Whether a module or a function is one that `torch.compile` made, or a module was compiled in place."""
+    return hasattr(code, "get_compiler_config") or getattr(code, "_compiled_call_impl", None) is not None
+
+
+def recompile_limit() -> int:
+    """How often code is compiled; whatever else comes after that runs as it was written."""
+    return int(torch._dynamo.config.recompile_limit)  # type: ignore[attr-defined]

@@ -25,19 +25,32 @@ def apply_(
     if unknown:
         raise ValueError(f"cannot choose {unknown[0]!r}: the model has no trainable parameter of that name.")
     check_in_groups(among, optimizer, chosen)
+    drops = state == "drop" and not isinstance(optimizer, torch.optim.LBFGS)  # `forget_history_` does it there
     for name, param in among.items():
         param.requires_grad_(name in chosen)
         if name not in chosen:
             param.grad = None
-            if state == "drop":
+            if drops:
                 optimizer.state.pop(param, None)
     torch.clear_autocast_cache()  # it may hold casts of weights made under the old choice
 
 
+def forget_history_(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, chosen: Collection[str]) -> None:
+    """Before others are chosen: LBFGS has one history of all parameters, which would go on moving those that freeze."""
+    if isinstance(optimizer, torch.optim.LBFGS) and any(param.requires_grad != (n in chosen) for n, param in among.items()):
+        optimizer.state.clear()
+
+
+def in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> set[str]:
+    """Names of the parameters that the optimizer holds."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {name for name, param in among.items() if id(param) in held}
+
+
 def check_in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, chosen: Collection[str]) -> None:
     """A parameter that is chosen but unknown to the optimizer would be paid for and never move: refuse it."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [name for name in chosen if id(among[name]) not in held]
+    held = in_groups(among, optimizer)
+    missing = [name for name in chosen if name not in held]
     if missing:
         raise ValueError(
             f"{missing[0]!r} was chosen but is in no param group of the optimizer ({len(missing)} of {len(chosen)} chosen are "

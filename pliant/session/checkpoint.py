@@ -17,7 +17,7 @@ from pliant.core.types import Selection, Unit
 from pliant.runtime.files import write_aside
 from pliant.runtime.rng import rng_states, set_rng_states
 
-FORMAT = "pliant.session/9"
+FORMAT = "pliant.session/10"
 _PARTS = ("model", "optimizer", "session", "random")
 
 

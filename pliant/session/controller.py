@@ -8,7 +8,7 @@ is the engine's matter; every price here is that of the mode it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,13 +19,13 @@ from torch import nn
 from pliant.core.budget import RESOURCES, Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
-from pliant.core.types import Part, Selection, Unit
+from pliant.core.types import Part, Selection, Unit, narrowed
 from pliant.cost.charge import ChargeKind
 from pliant.cost.measure import origin, read_graph, sparing
 from pliant.cost.profile import Profile
 from pliant.engine.kernels.prices import PRICES
 from pliant.planning.floor import in_reach, least_bytes, leaving_room
-from pliant.planning.plan import plan
+from pliant.planning.plan import plan, without
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
@@ -52,6 +52,7 @@ class Controller:
         self.feedback = Feedback()
         self._check = check and profile is not None
         self._values: dict[Unit, float] = {}
+        self.frozen: Collection[str] = ()  # parameters that may not be chosen
         self._pending: Selection | None = None  # planned for a new budget, not yet in force
         self._asks_anyway = False  # for another selection, whatever the schedule says
         self._last = Progress()  # where the run stood at the last selection
@@ -85,6 +86,11 @@ class Controller:
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         self.units = units
+
+    def keep_only(self, params: Collection[str]) -> None:
+        """Choose no other parameters than these."""
+        self.units = narrowed(self.units, params)
+        self._values = {unit: self._values[unit] for unit in self.units if unit in self._values}
 
     def prices(self, mode: Mode) -> Profile:
         """What steps cost that run in this mode."""
@@ -168,7 +174,8 @@ class Controller:
             asked = self.asked_seconds(now)
             correction = self.feedback.limit(asked) / asked if asked is not None and self.correct else 1.0
         policy = replace(self.policy, budget=self._budget(mode))
-        return plan(policy, self.prices(mode), self._values, now, correction, self._bytes_within(now, mode), near)
+        values, within = without(self._values, self.frozen), self._bytes_within(now, mode)
+        return plan(policy, self.prices(mode), values, now, correction, within, near)
 
     def take(self, selection: Selection, now: Progress) -> None:
         """This selection is in force from now on."""
@@ -240,9 +247,9 @@ class Controller:
     ) -> tuple[Selection | None, str | None]:
         """Another selection for the same round, if steps miss the budget, and what the log should say of it.
 
-        `change_seconds` is what another selection costs beside its steps. `measure_full` takes plain full steps and returns
-        their seconds: a share of the time is one of a full step on the device as it is now, so it is measured again before
-        every correction.
+        `change_seconds` is what another selection costs beside its steps. A share of the time is one of a full step on the
+        device as it is now, so a few steps take turns with full steps before it is corrected: `measure_full` takes one and
+        returns its seconds.
         """
         if self.selection is None or self._pending is not None:
             return None, None
@@ -251,33 +258,37 @@ class Controller:
         if self._budget_moved(now, mode):
             return self._if_new(self._plan(replace(now, round=self.selection.round), mode)), None
         asked = self.asked_seconds(now) if self.correct and not mode.cached else None  # another boundary empties the cache
-        left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
-        if asked is None or not self.feedback.may_correct(asked, change_seconds, left):
+        if asked is None:
             return None, None
-        self.feedback.correcting()
-        note = self._measure_full_again(now, measure_full)
-        asked = self.asked_seconds(now) or asked
+        if self.feedback.turns is None:
+            left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
+            if not self.feedback.may_correct(asked, change_seconds, left):
+                return None, None
+            # With a limit on memory there is no room for a full step.
+            self.feedback.correcting(self._is_share(now) and self.policy.budget.memory is None)
+        note = None
+        if self.feedback.turns is not None:
+            if self.feedback.turns.goes_on(measure_full()):
+                return None, None
+            note = self._compare(now)
+            asked = self.asked_seconds(now) or asked
         if not self.feedback.is_off(asked):
             return None, note
-        before = self.selection
-        selection = self._if_new(self._plan(replace(now, round=before.round), mode, before.units))
+        selection = self._if_new(self._plan(replace(now, round=self.selection.round), mode, self.selection.units))
         why = self._out_of_reach(asked) if selection is None else None
         return selection, note if why is None else f"asked {self.feedback.rounds[-1]}: {why}"
 
-    def _measure_full_again(self, now: Progress, measure_full: Callable[[], float]) -> str | None:
-        """Where the budget is a share of a full step: what a full step takes now. Of two measurements that differ, the one that
-        asks for the smaller change counts: either may have been disturbed."""
-        if not self._is_share(now) or self.profile is None or self.policy.budget.memory is not None:
-            return None  # with a limit on memory there is no room for a full step
-        measured, before = measure_full(), self.profile.full
-        if measured <= 0:
+    def _compare(self, now: Progress) -> str | None:
+        """Judge steps by the full steps that took turns with them."""
+        turns, self.feedback.turns = self.feedback.turns, None
+        if turns is None or turns.share is None or self.profile is None:
             return None
-        is_over = (self.feedback.recent or 0.0) > self.feedback.aim(self.asked_seconds(now) or 0.0)
-        seconds = max(measured, before.seconds) if is_over else min(measured, before.seconds)
-        joules = None if before.joules is None else before.joules * seconds / before.seconds
-        self.profile = replace(self.profile, plain=replace(before, seconds=seconds, joules=joules))
-        self.feedback.reassess(self.asked_seconds(now), seconds)
-        return f"the full step was measured again: {measured * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
+        before = self.profile.full
+        joules = None if before.joules is None else before.joules * turns.full_seconds / before.seconds
+        self.profile = replace(self.profile, plain=replace(before, seconds=turns.full_seconds, joules=joules))
+        self.feedback.reassess(turns, self.asked_seconds(now) or 0.0)
+        times = f"{turns.full_seconds * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
+        return f"the full step was measured again: {times}; steps in turn with it take {turns.share:.3f} of it"
 
     def _if_new(self, selection: Selection) -> Selection | None:
         """None where this is what trains already; then only its limits change."""
@@ -334,7 +345,8 @@ class Controller:
             return
         try:
             then = replace(now, round=self._next_round)
-            plan(replace(self.policy, budget=self._budget(mode)), self.prices(mode), self._values, then)  # or it is refused
+            values, policy = without(self._values, self.frozen), replace(self.policy, budget=self._budget(mode))
+            plan(policy, self.prices(mode), values, then)  # or it is refused
             self._pending = self._plan(then, mode)
         except BaseException:
             self.policy = old

@@ -1,8 +1,9 @@
 """Asked, predicted, measured: what steps really take, and whether the selection must change for it. Arithmetic only.
 
 One smoothed ratio of measured to predicted seconds prices the next plan. A selection changes only where its steps leave a band
-around what was asked, and only after a dwell time that doubles with every correction of a round. Seconds beyond what was asked
-are saved in later steps; seconds below it are not spent.
+around what was asked, and only after a dwell time that doubles with every correction of a round. Where a share of a full step
+was asked, a few steps take turns with full steps before that. Seconds beyond what was asked are saved in later steps; seconds
+below it are not spent.
 """
 
 from __future__ import annotations
@@ -61,6 +62,37 @@ class Round:
 
 
 @dataclass
+class Turns:
+    """Seconds of steps, and of plain full steps that take turns with them, so that other work disturbs both alike.
+
+    The first full step does not count: it finds none of its weights in the caches.
+    """
+
+    mine: list[float] = field(default_factory=list)
+    full: list[float] = field(default_factory=list)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether one more full step is enough."""
+        return len(self.full) == ENOUGH
+
+    def goes_on(self, full: float) -> bool:
+        """Take in a full step. False where that is enough, or where none can be taken (0 seconds)."""
+        self.full.append(full)
+        return full > 0 and len(self.full) <= ENOUGH
+
+    @property
+    def share(self) -> float | None:
+        """What a step takes of the full step after it; None where too few were compared."""
+        pairs = list(zip(self.mine[::-1], self.full[:0:-1], strict=False))
+        return median(mine / full for mine, full in pairs) if len(pairs) >= ENOUGH and min(self.full) > 0 else None
+
+    @property
+    def full_seconds(self) -> float:
+        return median(self.full[1:])
+
+
+@dataclass
 class Feedback:
     """Follows the steps of a run."""
 
@@ -70,6 +102,7 @@ class Feedback:
     overspent: float = 0.0  # seconds beyond what was asked
     waited: int = 0  # steps since the last selection or correction
     corrections: int = 0  # tried in this round
+    turns: Turns | None = None  # while steps are compared with full steps
     rounds: list[Round] = field(default_factory=list)
 
     # ------------------------------------------------------------ seconds
@@ -79,7 +112,7 @@ class Feedback:
         if not self.rounds or round.number != self.rounds[-1].number:
             self.corrections = 0
         self.rounds.append(round)
-        self.recent, self.waited = None, 0
+        self.recent, self.waited, self.turns = None, 0, None
 
     def see(self, seconds: Sequence[float], asked: float | None, share: bool = False, owes: bool = True) -> None:
         """Take in the measured seconds of the last steps.
@@ -95,6 +128,8 @@ class Feedback:
             first = self.recent is None and len(self.rounds) == 1
             self.ratio = typical / now.predicted if first else (self.ratio + typical / now.predicted) / 2
             self.recent = typical
+        if self.turns is not None:
+            self.turns.mine.extend(seconds)
         self.waited += len(seconds)
         now.seconds += sum(seconds)
         now.steps += len(seconds)
@@ -119,20 +154,23 @@ class Feedback:
             return False
         return self.is_off(asked) and abs(self.recent - self.aim(asked)) * left > seconds
 
-    def correcting(self) -> None:
-        """A correction is tried; the next one waits twice as long."""
+    def correcting(self, in_turn: bool) -> None:
+        """A correction is tried, where steps take turns with full steps first (`in_turn`). The next one waits twice as long."""
         self.corrections += 1
         self.waited = 0
+        self.turns = Turns() if in_turn else None
 
     def limit(self, asked: float) -> float:
         """The seconds to plan for, so that steps take what they should."""
         return self.aim(asked) / self.ratio
 
-    def reassess(self, asked: float | None, full: float) -> None:
-        """A full step takes `full` seconds now, so that another time is asked of the steps of this selection."""
-        if self.rounds and self.recent is not None and asked is not None:
-            self.rounds[-1].full = full
-            self.overspent = max(self.recent - asked, 0.0) * self.rounds[-1].steps
+    def reassess(self, turns: Turns, asked: float) -> None:
+        """Steps took turns with full steps, and so many seconds are asked of a step now."""
+        now = self.rounds[-1]
+        now.full, self.recent = turns.full_seconds, (turns.share or 0.0) * turns.full_seconds
+        if now.predicted > 0:
+            self.ratio = self.recent / now.predicted
+        self.overspent = max(self.recent - asked, 0.0) * now.steps
 
     def predict(self, seconds: float, same_prices: bool) -> None:
         """So much is predicted of the selection in force now. Where prices are others, what steps missed says nothing."""
@@ -176,7 +214,7 @@ class Feedback:
 
     def forget(self, bytes: bool = False) -> None:
         """Another budget: nothing is owed from the old one. Another way to keep tensors: nothing is known of its `bytes`."""
-        self.overspent, self.corrections, self.waited = 0.0, 0, 0
+        self.overspent, self.corrections, self.waited, self.turns = 0.0, 0, 0, None
         if bytes:
             self.peaks = []
 
@@ -193,4 +231,5 @@ class Feedback:
     def of(cls, state: Mapping[str, Any]) -> Feedback:
         known = {f.name: state[f.name] for f in fields(cls)}
         peaks = [(predicted, measured) for predicted, measured in state["peaks"]]
-        return cls(**known | {"rounds": [Round(**saved) for saved in state["rounds"]], "peaks": peaks})
+        turns = Turns(**state["turns"]) if state["turns"] is not None else None
+        return cls(**known | {"rounds": [Round(**saved) for saved in state["rounds"]], "peaks": peaks, "turns": turns})

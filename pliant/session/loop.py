@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ from pliant.core.budget import Budget, Progress
 from pliant.core.errors import ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
-from pliant.cost.measure import full_step_seconds, inference_bytes, power
+from pliant.cost.measure import FullStep, inference_bytes, power
 from pliant.cost.profile import Profile
 from pliant.engine.around import around_forward
 from pliant.engine.engine import Engine
@@ -28,12 +29,13 @@ from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.trainable import apply_, check_in_groups, found, restore_
+from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, in_groups
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
+from pliant.session.user_flags import UserFlags
 from pliant.signals.drift import Drift
 
 
@@ -60,12 +62,13 @@ class Loop:
         self.total_steps: int | None = None
         self.steps = 0
         self._probe_on = probe
-        self.found = found(model)
+        self.flags = UserFlags(model, self.params)
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
         self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
         self._elements = 0  # of the batch whose step is measured
+        self._full_step: FullStep | None = None  # while steps take turns with full steps
         self.change_seconds = 0.0  # what the last change of the selection took
         self.energy: EnergyUse | None = None  # where joules are limited
 
@@ -99,6 +102,11 @@ class Loop:
         """What steps cost in the mode that they run in."""
         return self.controller.prices(self.engine.mode)
 
+    @property
+    def freezes(self) -> bool:
+        """Whether what is not chosen is frozen: not where the loss differentiates with respect to parameters."""
+        return self.controller.profile is None or self.controller.profile.origin.get("differentiates") != "parameters"
+
     def note(self, text: str) -> None:
         self.log.write("note", step=self.steps, text=text)
 
@@ -126,6 +134,12 @@ class Loop:
         if not self.engine.is_settled(own_loop=True, has_ids=False):
             self.settle(own_loop=True, has_ids=False)
         self._prepare(batch, nullcontext)
+        if not self.freezes and len(self.selection.params) < len(self.params):
+            self.laps.drop()
+            raise ValueError(
+                "the loss differentiates with respect to parameters, so those that are not chosen stay trainable, and "
+                "loss.backward() would reach them: use session.step."
+            )
         if self.engine.slices is not None and self.update.scaler is not None:
             self.laps.drop()
             raise ValueError("a GradScaler cannot unscale slices of parameters in a loop of your own: use session.step.")
@@ -140,13 +154,15 @@ class Loop:
         if self.laps.is_running:
             self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
         batches.check_not_empty(batch)
+        self._heed_flags()
         try:
             few = None if self.norms.is_settled else self._settle_norms(batch)
             if not self.controller.units:
                 self._measure(batch, around)
             if few is not None:
                 self.note(f"norms use their running statistics: a batch has {few:.0f} values per channel")
-            due, looks = self.controller.is_due(self.progress), self.laps.unread >= LOOK_EVERY
+            due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
+            looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
             if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
                 self.read_steps()
             if due:
@@ -163,11 +179,21 @@ class Loop:
         self._hold_norms(self.selection.params)
         self.laps.begin()
 
+    def _heed_flags(self) -> None:
+        """What the user has frozen is not chosen, and what was chosen of it is chosen no more."""
+        if self.flags.heed_():
+            self.controller.frozen = self.flags.frozen
+            self.note(f"you froze {', '.join(sorted(self.flags.frozen)) or 'nothing any more'}")
+            if self.controller.selection is not None and not self.selection.params.isdisjoint(self.flags.frozen):
+                self.controller.ask_again()
+
     def record(self, result: StepResult) -> None:
         """A step is over: count it and write it down."""
         self.engine.release()
         for news in self.engine.news():
             self.note(news)
+        if result.loss is not None and self.engine.skipped:
+            self.note("step skipped: its gradients are not finite")
         self.steps += 1
         self.log.step(self.steps, self.round, result.loss, result.seconds)
         if result.bytes is not None:
@@ -186,6 +212,7 @@ class Loop:
                 self.energy = EnergyUse(self.device) if self.budget.energy is not None else None
                 what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
                 self.controller.measure(*what, around)
+                unheld = self._leave_out_unheld()
                 if self.energy is not None and self.controller.profile is not None:
                     watts = partial(
                         power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around
@@ -195,8 +222,24 @@ class Loop:
                 self.controller.units = ()  # the next step measures again
                 raise
             self.engine.units_are_sliced = any(part.dim is not None for unit in self.controller.units for part in unit.parts)
+            self.engine.origin = self.profile.origin
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
+        if unheld is not None:
+            self.note(unheld)
+
+    def _leave_out_unheld(self) -> str | None:
+        """What the optimizer does not hold would be paid for and never move: it is not chosen. Returns what to say of it."""
+        held = in_groups(self.params, self.engine.optimizer)
+        missing = [name for unit in self.controller.units for name in unit.params if name not in held]
+        self.controller.keep_only(held)
+        if not missing:
+            return None
+        text = f"{missing[0]!r} is in no param group of the optimizer ({len(missing)} such parameters)"
+        if not self.controller.units:
+            raise ValueError(f"nothing can be chosen: {text}. Build the optimizer over the model's parameters.")
+        warnings.warn(f"{text}: never chosen. Build the optimizer over all parameters to change that.", stacklevel=2)
+        return f"never chosen: {text}"
 
     def _settle_norms(self, batch: Any) -> float | None:
         """Decide which statistics norms use; returns the values per channel if they are too few for batch statistics."""
@@ -233,8 +276,10 @@ class Loop:
         if self.update.accumulate > 1 or self.profile.origin.get("batch", shapes) != shapes:
             return 0.0
         self.norms.release_()
-        what = self.model, self.engine.optimizer, self.loss, batch, self.params, self.laps.watch
-        return full_step_seconds(*what, update=self.update, around=self.engine.around)
+        if self._full_step is None:
+            what = self.model, self.engine.optimizer, self.loss, self.params, self.laps.watch
+            self._full_step = FullStep(*what, update=self.update, around=self.engine.around)
+        return self._full_step.seconds(batch)
 
     def _measure_bytes(self, batch: Any) -> None:
         """Measure the bytes of the coming step, where that is due."""
@@ -254,10 +299,8 @@ class Loop:
             return None
         self.engine.make_room()
         with self.time.not_training("choosing"):
-            try:
-                return inference_bytes(self.model, self.loss, batch)
-            except RuntimeError:  # a loss that needs gradients
-                return self.profile.inference
+            measured = inference_bytes(self.model, self.loss, batch)
+            return self.profile.inference if measured is None else measured
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
         self.norms.hold_(self.params, chosen, limited=self.budget != Budget())
@@ -272,6 +315,8 @@ class Loop:
         cost = self.engine.seconds_per_capture + self.change_seconds
         measure_full = partial(self._measure_full, batch)
         selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full)
+        if self.controller.feedback.turns is None:
+            self._full_step = None
         if note is not None:
             self.note(note)
         if selection is not None:
@@ -305,6 +350,7 @@ class Loop:
             windows=self.controller.windows(self.progress, self.engine.mode, piece),
             around=partial(around_forward, self.engine.mode),
             pieces=self._probe_on,
+            freeze=self.freezes,
         )
         self.engine.make_room()  # what lasts, like optimizer state, should not lie among what a probe has freed
         return values
@@ -321,6 +367,7 @@ class Loop:
         self.read_steps()
         measured = self.laps.median()
         before = self.engine.mode
+        forget_history_(self.params, self.engine.optimizer, selection.params)
         self.apply_(selection)
         if self.engine.mode != before:
             selection = replace(selection, cost=self.profile.cost(selection.units))
@@ -332,6 +379,9 @@ class Loop:
     def apply_(self, selection: Selection) -> None:
         sliced = self.engine.choose_(selection.parts, self.params)
         apply_(self.params, self.engine.optimizer, selection.params - sliced, self._state_rule)
+        if not self.freezes:
+            self.flags.restore_()
+        self.flags.remember()
 
     @property
     def _state_rule(self) -> Literal["keep", "drop"]:
@@ -360,8 +410,9 @@ class Loop:
             self.controller.ask_again()
         before = self.engine.mode
         self.stepper.use_optimizer(optimizer)
+        unheld = self._leave_out_unheld()
         self._follow_engine(before)
-        self.note("the optimizer was replaced")
+        self.note("the optimizer was replaced" if unheld is None else f"the optimizer was replaced; {unheld}")
 
     def forget(self) -> None:
         """Weights and optimizer state were replaced."""
@@ -378,4 +429,5 @@ class Loop:
             self.stepper.release()
             self.engine.release()
             self.norms.release_()
-            restore_(self.found)
+            self.flags.heed_()
+            self.flags.restore_()

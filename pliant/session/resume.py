@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pliant.runtime.trainable import check_in_groups, restore_
+from pliant.runtime.trainable import check_in_groups
 from pliant.session import checkpoint
 from pliant.session.energy_use import EnergyUse
 from pliant.session.loop import Loop
@@ -28,6 +28,8 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "undo": loop.undo.state() if loop.undo is not None else None,
         "slices": loop.engine.slices.state_dict() if loop.engine.slices is not None else None,
         "norms": loop.norms.state(),
+        "not_captured": loop.engine.not_captured,
+        "frozen": sorted(loop.flags.frozen),
     }
 
 
@@ -38,8 +40,12 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.steps, loop.change_seconds = state["step"], state["change_seconds"]
     loop.time.load(state["time"])
     loop.controller.load(state, loop.progress)
+    loop.flags.load(state["frozen"])
+    loop.controller.frozen = loop.flags.frozen
     loop.norms.load(state["norms"])
     loop.engine.forget()
+    loop.engine.origin = loop.controller.profile.origin if loop.controller.profile is not None else {}
+    loop.engine.not_captured = state["not_captured"]
     has_room = not loop.engine.could_capture or loop.controller.has_room(loop.budget, loop.progress, loop.engine.mode)
     loop.engine.settle(loop.budget, room=has_room)  # what is saved has its prices
     if loop.budget.energy is not None and loop.controller.profile is not None:
@@ -52,7 +58,7 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
         if state["slices"] and loop.engine.slices is not None:
             loop.engine.slices.load_state_dict(state["slices"])
     else:  # from before the first selection, which reads everything
-        restore_(loop.found)
+        loop.flags.restore_()
     loop.log.write("resume", step=loop.steps, round=loop.round)
 
 

@@ -21,8 +21,9 @@ from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
-from pliant.runtime.optimizer_step import Update
+from pliant.runtime.optimizer_step import OnNan, Update, needs_closure
 from pliant.runtime.sample_ids import ids_of
+from pliant.runtime.torch_internals import without_dynamo
 from pliant.session import checkpoint, resume
 from pliant.session.controller import Controller
 from pliant.session.delta import Undo
@@ -66,6 +67,7 @@ class Session:
         clip: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         accumulate: int = 1,
+        on_nan: OnNan | None = None,
         steps_per_epoch: int | None = None,
         total_steps: int | None = None,
         cache: Features | str | int | None = None,
@@ -87,6 +89,10 @@ class Session:
         as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the
         data of the running statistics. Where everything is chosen without a budget, norms run as in plain training.
 
+        `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), an
+        error says so ("raise"), or it is taken ("ignore"). By default it is skipped on the CPU, and taken elsewhere: to look
+        would make every step wait for the device, and none could be captured. A GradScaler always skips it.
+
         `correct` changes the selection within a round where measured steps miss the time that was asked, or take more memory.
         Selections then depend on measurements; without it, on the profile and the seed alone.
         """
@@ -96,6 +102,7 @@ class Session:
             cache = Features(cache)
         if cache is not None and not isinstance(cache, Features):
             raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
+        _check_cost_is_known(optimizer, policy.budget)
         earlier = _OPEN[model]() if model in _OPEN else None
         if earlier is not None:
             earlier.close()
@@ -106,7 +113,7 @@ class Session:
                 f"Remove it."
             )
         known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
-        self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate)
+        self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
         self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype)
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
@@ -203,6 +210,7 @@ class Session:
         self._check_open()
         if not isinstance(budget, Budget):
             raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
+        _check_cost_is_known(self.optimizer, budget)
         self._loop.change_budget(budget)
 
     @property
@@ -213,6 +221,7 @@ class Session:
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_open()
+        _check_cost_is_known(optimizer, self.budget)
         self._loop.use_optimizer(optimizer)
 
     def _repr_html_(self) -> str:
@@ -222,6 +231,7 @@ class Session:
 
     # ------------------------------------------------------------ steps
 
+    @without_dynamo
     def step(self, batch: Any, ids: Any = None) -> torch.Tensor:
         """Forward, backward and (every `accumulate` calls) the optimizer's step. Returns the loss, detached.
 
@@ -233,6 +243,7 @@ class Session:
             ids = ids_of(batch) if ids is None else ids
         return self._loop.step(batch, ids)
 
+    @without_dynamo
     def before_step(self, batch: Any) -> None:
         """Measure (once), choose again (when due) and apply; your own forward, backward and optimizer step follow."""
         self._check_open()
@@ -241,13 +252,18 @@ class Session:
     def fit(self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None) -> list[float]:
         """Train up to epoch `epochs`, counted from the session's first step; a resumed session goes on where it stopped.
 
-        Returns the mean loss of each epoch that it ran.
+        Returns the mean loss of each epoch that it ran. A loader without a length (that of an `IterableDataset`) is read to
+        its end in every epoch; a session that knows `steps_per_epoch` reads no more than that.
         """
         accumulate = self.update.accumulate
         if self.steps_per_epoch is None:
-            self.steps_per_epoch = len(loader) // accumulate
+            try:
+                length = len(loader)
+            except TypeError:
+                return self._fit_stream(loader, epochs, on_step)
+            self.steps_per_epoch = length // accumulate
             if not self.steps_per_epoch:
-                raise ValueError(f"the loader has {len(loader)} batches, and accumulate={accumulate} takes more for one step.")
+                raise ValueError(f"the loader has {length} batches, and accumulate={accumulate} takes more for one step.")
         if self.total_steps is None:
             self.total_steps = epochs * self.steps_per_epoch
         means = []
@@ -262,6 +278,30 @@ class Session:
                 raise ValueError(
                     f"the loader ended after {done + len(losses)} batches, but steps_per_epoch={self.steps_per_epoch} with "
                     f"accumulate={accumulate} needs {self.steps_per_epoch * accumulate}."
+                )
+            means.append(float(torch.stack(losses).float().mean()))
+        return means
+
+    def _fit_stream(
+        self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None
+    ) -> list[float]:
+        """`fit` where nobody knows the length of an epoch. Batches at its end that are too few for a step are left out."""
+        if self._loop.steps:
+            raise ValueError(
+                f"the loader has no length, so the epoch of step {self._loop.steps} is unknown: give Session steps_per_epoch=…"
+            )
+        means: list[float] = []
+        for _ in range(epochs):
+            losses, batches = [], iter(loader)
+            while len(step := list(islice(batches, self.update.accumulate))) == self.update.accumulate:
+                for batch in step:
+                    losses.append(self.step(batch))
+                    if on_step is not None:
+                        on_step(self.progress, losses[-1])
+            if not losses:
+                raise ValueError(
+                    f"the loader gave {len(step)} batches in epoch {len(means) + 1}; a step takes {self.update.accumulate}. "
+                    f"A generator can be read only once: give a loader that begins again in every epoch."
                 )
             means.append(float(torch.stack(losses).float().mean()))
         return means
@@ -344,8 +384,23 @@ class Session:
         self._closed = True
         self._loop.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a session cannot be copied or pickled: it belongs to one model and one optimizer. Use session.save(path), and "
+            "load(path) in a session on a new model."
+        )
+
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_cost_is_known(optimizer: torch.optim.Optimizer, budget: Budget) -> None:
+    """Refuse a budget for steps that evaluate the loss as often as the optimizer likes."""
+    if needs_closure(optimizer) and budget != Budget():
+        raise ValueError(
+            f"{type(optimizer).__name__} takes a closure, which it evaluates several times in a step: what a step costs is "
+            f"unknown, and no budget can be kept. Use a recipe without one (full, head, lisa, badam), or another optimizer."
+        )

@@ -77,10 +77,10 @@ class Stepper:
         try:
             with self._peak or nullcontext():
                 value = self._engine.run(batch, ids, first=first, last=last, peak=self._peak)
-        except BaseException:
+        except BaseException as error:
             self._peak = None
-            if self.begins:
-                self._laps.drop()
+            if self.begins or isinstance(error, FloatingPointError):  # all its batches are spoilt
+                self.drop()
             raise
         finally:
             self._is_ours = False

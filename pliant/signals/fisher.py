@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant.graph.backward import depends_on_parameter
 from pliant.runtime import batches
 from pliant.runtime.batches import Pieces
 
@@ -35,7 +36,7 @@ def potentials(
     as the smallest parameter of each module that comes first. `params` are those of this window; others are left out.
     """
     share, name_of = 1 / len(pieces), {param: name for name, param in model.named_parameters() if name in names}
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _LAYERS)]
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, _LAYERS) or _is_product(module)]
     own = {module: [name_of[p] for p in module._parameters.values() if p in name_of] for module in layers}
     own = {module: mine for module, mine in own.items() if any(name in params for name in mine)}
     sums: dict[nn.Module, torch.Tensor] = {}  # of one piece: (samples, channels), over all uses of the module
@@ -44,21 +45,24 @@ def potentials(
     along: dict[str, torch.Tensor] = {}  # w·g, of parameters that no module's output shows
     through_modules: set[str] = set()
     first: set[str] = set()  # parameters of modules with nothing trainable before them
+    clean: set[Any] = set()  # autograd nodes with no parameter behind them
     samples = 0
 
     def on_output(module: nn.Module, inputs: Any, output: Any) -> None:
         out = next(batches.tensors(output), None)
         if out is None or not out.requires_grad or out.dim() < 2:
             return
+        if not isinstance(module, _LAYERS) and out.shape[-1] != module._parameters["weight"].shape[1]:  # type: ignore[union-attr]
+            return  # not a product with a matrix of inputs × outputs
         through_modules.update(own[module])
-        if not any(given.requires_grad for given in batches.tensors(inputs)):
+        if not any(depends_on_parameter(given, clean) for given in batches.tensors(inputs)):
             first.add(min((name for name in own[module] if name in params), key=lambda name: params[name].numel()))
         if own[module][0] not in params:  # another window's
             return
         activation = out.detach().clone()  # a copy: what follows may work in place
 
         def on_out_grad(grad: torch.Tensor) -> None:
-            product = (activation * grad * (share / scale)).float().movedim(_channel_dim(module, activation), 1)
+            product = (activation.conj() * grad * (share / scale)).real.float().movedim(_channel_dim(module, activation), 1)
             per_channel = product.reshape(product.shape[0], product.shape[1], -1).sum(dim=2)
             sums[module] = sums[module] + per_channel if module in sums else per_channel
 
@@ -66,7 +70,7 @@ def potentials(
 
     def on_grad(name: str, grad: torch.Tensor) -> None:
         if name not in through_modules:
-            product = (params[name].detach() * grad).float().reshape(grad.shape[0] if grad.dim() else 1, -1)
+            product = (params[name].detach().conj() * grad).real.float().reshape(grad.shape[0] if grad.dim() else 1, -1)
             along[name] = along.get(name, 0) + share * product.sum(dim=1)
 
     def into() -> list[torch.Tensor]:
@@ -81,11 +85,23 @@ def potentials(
                 squares[module] = squares.get(module, 0) + total.square().sum(dim=0)
                 counts[module] = counts.get(module, 0) + total.shape[0]
             sums.clear()
+            clean.clear()
     finally:
         for handle in handles:
             handle.remove()
     out = {name: product.square() / (2 * samples**2) for name, product in along.items()}
-    return out | {own[module][0]: square / (2 * counts[module]) for module, square in squares.items()}
+    for module, square in squares.items():
+        potential, weight = square / (2 * counts[module]), params[own[module][0]]
+        if not isinstance(module, _LAYERS) and weight.dim() == 2:  # outputs are its second dimension
+            potential = (potential / weight.shape[0]).expand(weight.shape)
+        out[own[module][0]] = potential
+    return out
+
+
+def _is_product(module: nn.Module) -> bool:
+    """Whether this may be a linear layer of another class: it has a matrix `weight`, and no modules of its own."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not module._modules
 
 
 def _channel_dim(module: nn.Module, out: torch.Tensor) -> int:

@@ -45,6 +45,7 @@ def probe(
     windows: Sequence[Sequence[str]] | None = None,
     around: Around = nullcontext,
     pieces: Pieces | None = None,
+    freeze: bool = True,
 ) -> dict[Unit, float]:
     """The value of every unit on one batch. Leaves no trace.
 
@@ -53,8 +54,9 @@ def probe(
 
     Gradients stream: each is scored and freed as it appears. With `windows`, parameters are scored window by window, each in
     passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
-    `around()`. `scale` (a GradScaler's) multiplies the loss and is divided out of the gradients again. A unit whose gradient is
-    not finite gets NaN; a loss that is not finite is a `ProbeError`.
+    `around()`. Without `freeze`, no parameter is frozen meanwhile. `scale` (a GradScaler's) multiplies the loss and is divided
+    out of the gradients again. A unit whose gradient is not finite gets NaN; where none is finite, or the loss is not, that is
+    a `ProbeError`.
     """
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
@@ -69,12 +71,12 @@ def probe(
 
     parts: Pieces = [batch] if pieces is None else pieces
     update = _updater(optimizer, params)
-    with sandbox(model, train=names):
+    with sandbox(model, train=names if freeze else None):
         start = rng_states()
         for window in [names] if windows is None else windows:
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
-            for name in names:
+            for name in names if freeze else ():
                 params[name].requires_grad_(name in chosen)
             stream = _Stream(model, loss, scale, chosen, around)
             if signal.needs == "activation":
@@ -83,6 +85,11 @@ def probe(
                 continue
             for part in parts:
                 stream.run(part, lambda name, grad: tally.add(_scored(blank[name], grad, update), 1 / len(parts)))
+    if scale == 1.0 and tally.is_spoilt:  # a scale that is too large is the scaler's matter
+        raise ProbeError(
+            "the loss of the probe batch is finite, but no gradient is: nothing can be learned from it. Check this batch and "
+            "the weights, and what the loss divides by or takes the root of."
+        )
     return tally.values()
 
 
@@ -119,6 +126,11 @@ class _Tally:
             worth = self._signal.worth(seen)
             for i, part in self._parts.get(seen.name, ()):
                 self._found.append((i, _of_part(worth, part, seen.weight.shape).double() * weight))
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether nothing that was seen is finite."""
+        return bool(self._found) and not any(bool(amount.isfinite()) for _, amount in self._found)
 
     def values(self) -> dict[Unit, float]:
         totals = [0.0] * len(self._units)
@@ -208,6 +220,7 @@ def _updater(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
 
     def step(param: nn.Parameter, value: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         precise = torch.float32 if param.device.type == "mps" else torch.float64
+        precise = precise.to_complex() if param.is_complex() else precise
         like, (copy,) = scratch(optimizer, [param], precise, [value])
         copy.grad = grad.to(precise)
         scratch_step(like)

@@ -39,14 +39,14 @@ class Signal:
 
 
 def update_gain() -> Signal:
-    """The first-order drop of the loss from this parameter's own next update: −Σ g·Δw.
+    """The first-order drop of the loss from this parameter's own next update: −Σ g·Δw (of complex numbers, Re(ḡ·Δw)).
 
     Δw is what the user's optimizer would do from a fresh state. With the optimizer's own state, units that were chosen for long
     could not be compared with units that were not. ElasticTrainer, arXiv 2312.14227.
     """
 
     def worth(seen: Seen) -> torch.Tensor:
-        return -_grad(seen) * _update(seen)
+        return -(_grad(seen).conj() * _update(seen)).real
 
     return Signal("update_gain", worth)
 
@@ -62,12 +62,12 @@ def fisher() -> Signal:
 
 def grad_norm() -> Signal:
     """Σ g²: the squared gradient norm (squared, so that a layer's is the sum of its tensors')."""
-    return Signal("grad_norm", lambda seen: _grad(seen).square())
+    return Signal("grad_norm", lambda seen: _squares(_grad(seen)))
 
 
 def weight_norm() -> Signal:
     """Σ w²: the squared norm of the weights. Reads no data."""
-    return Signal("weight_norm", lambda seen: seen.weight.float().square(), needs="nothing")
+    return Signal("weight_norm", lambda seen: _squares(_single(seen.weight)), needs="nothing")
 
 
 def nearness() -> Signal:
@@ -81,11 +81,20 @@ def random() -> Signal:
 
 
 def _grad(seen: Seen) -> torch.Tensor:
-    return _nothing(seen) if seen.grad is None else seen.grad.float()
+    return _nothing(seen) if seen.grad is None else _single(seen.grad)
 
 
 def _update(seen: Seen) -> torch.Tensor:
-    return _nothing(seen) if seen.update is None else seen.update().float()
+    return _nothing(seen) if seen.update is None else _single(seen.update())
+
+
+def _single(tensor: torch.Tensor) -> torch.Tensor:
+    """In single precision, real or complex as it is."""
+    return tensor.to(torch.complex64) if tensor.is_complex() else tensor.float()
+
+
+def _squares(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.conj() * tensor).real
 
 
 def _nothing(seen: Seen) -> torch.Tensor:

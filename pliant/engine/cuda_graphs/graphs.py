@@ -53,11 +53,11 @@ class OnCuda:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # loaders may pin memory meanwhile
             try:
                 value = work()
-                graph.capture_end()
+                end_capture(graph)
             except BaseException:
                 self.renew()
                 with suppress(RuntimeError):  # it was already invalid
-                    graph.capture_end()
+                    end_capture(graph)
                 numbers.graphsafe_set_state(drawn)  # else the generator stays in capture mode
                 raise
             finally:
@@ -71,6 +71,13 @@ class OnCuda:
         with torch.enable_grad(), suppress(RuntimeError):  # deterministic algorithms may be required
             one = torch.ones(1, 1, device=self._device, requires_grad=True)
             torch.autograd.grad(one @ one, one)
+
+
+def end_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """Where the work failed at once, the graph is empty, and PyTorch warns. `why_not` says more."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
 
 
 @dataclass

@@ -24,13 +24,18 @@ from pliant.engine.slices.sliced_gradients import Convolution, Index, Linear, Se
 from pliant.runtime.trainable import ELEMENTWISE
 
 
-def check_elementwise(optimizer: optim.Optimizer) -> None:
-    """Refuse an optimizer that is not known to update every element independently."""
+def check_can_train(optimizer: optim.Optimizer, differentiates: bool = False) -> None:
+    """Refuse an optimizer that is not known to update every element independently, and a loss that differentiates."""
     if type(optimizer) not in ELEMENTWISE:  # a class that inherits from one of them may do anything
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ValueError(
             f"{type(optimizer).__name__} cannot train slices of a parameter: it is not known to update every element "
             f"independently. Use one of {known}, or choose whole parameters: units.layers() instead of units.channels()."
+        )
+    if differentiates:
+        raise ValueError(
+            "the loss differentiates, and gradients of slices cannot be differentiated twice: choose whole parameters, "
+            "units.layers() instead of units.channels()."
         )
 
 
@@ -104,6 +109,8 @@ class Slices:
             return self._linear(*args, **kwargs)
         if func in (torch.conv1d, torch.conv2d, torch.conv3d):
             return self._convolution(func, *args, **kwargs)
+        if func in _PRODUCTS and not kwargs and args[-1].dim() == 2 and all(bias.dim() == 1 for bias in args[:-2]):
+            return self._product(*args[-2:], *args[:-2])
         if func not in _HARMLESS and _is_float(func(*args, **kwargs)):
             raise ValueError(
                 f"a slice of {used.name!r} was chosen, and {getattr(func, '__name__', func)!r} uses the parameter: only "
@@ -124,6 +131,13 @@ class Slices:
         tensors = as_autocast(input, *map(_detached, (weight, bias), (of_weight, of_bias)))
         plan = None if of_weight is None else of_weight.plan(1)
         return Linear.apply(*tensors, _leaf(of_weight), _leaf(of_bias), plan, _index(of_bias))
+
+    def _product(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
+        """input @ weight + bias: a linear layer whose weight is stored as (inputs, outputs)."""
+        of_weight, of_bias = self._by_id.get(id(weight)), self._by_id.get(id(bias))
+        input, weight, bias = as_autocast(input, *map(_detached, (weight, bias), (of_weight, of_bias)))
+        plan, leaf = (None, None) if of_weight is None else (of_weight.transposed_plan(), of_weight.leaf.t())
+        return Linear.apply(input, weight.t(), bias, leaf, _leaf(of_bias), plan, _index(of_bias))
 
     def _convolution(
         self,
@@ -165,7 +179,7 @@ class Slices:
         Clipping, scaling and stepping go inside. Afterwards the groups and `optimizer.state` are restored, whole parameters
         have the new values, and the optimizer state of the slices is stored here; also if a step raises.
         """
-        check_elementwise(optimizer)
+        check_can_train(optimizer)
         placed: list[tuple[list[Any], int, _Slice, nn.Parameter]] = []
         try:
             for group in optimizer.param_groups:
@@ -274,6 +288,11 @@ class _Slice:
             self._plans[groups] = self._inputs(groups) if self.dim == 1 else self._outputs(groups)
         return self._plans[groups]
 
+    def transposed_plan(self) -> SlicePlan:
+        """The same for a matrix that is stored as (inputs, outputs)."""
+        inputs, outputs = (None, self.index) if self.dim == 1 else (self.index, None)
+        return SlicePlan(inputs, outputs, 1, tuple(self.leaf.t().shape))
+
     def _inputs(self, groups: int) -> SlicePlan:
         """The chosen channels of each group's input."""
         per = self.param.shape[1]
@@ -364,6 +383,7 @@ def _is_float(result: Any) -> bool:
 
 
 _TENSOR: Any = torch.Tensor
+_PRODUCTS = frozenset((torch.mm, torch.matmul, _TENSOR.mm, _TENSOR.matmul, _TENSOR.__matmul__, torch.addmm, _TENSOR.addmm))
 _HARMLESS: frozenset[Any] = frozenset(  # return a tensor that does not depend on the values through autograd
     (
         *(_TENSOR.data.__get__, _TENSOR.grad.__get__, torch.Tensor.detach, torch.detach, torch.Tensor.requires_grad_),
