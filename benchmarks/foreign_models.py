@@ -630,10 +630,12 @@ def meta(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     half = len(x) // 2
     params = dict(model.named_parameters())
     inner = F.cross_entropy(torch.func.functional_call(model, params, (x[:half],)), y[:half])
-    wanted = {name: param for name, param in params.items() if param.requires_grad}
-    slopes = torch.autograd.grad(inner, list(wanted.values()), create_graph=True)
-    params |= {name: param - 0.1 * slope for (name, param), slope in zip(wanted.items(), slopes, strict=True)}
+    slopes = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+    params = {name: param - 0.1 * slope for (name, param), slope in zip(params.items(), slopes, strict=True)}
     return F.cross_entropy(torch.func.functional_call(model, params, (x[half:],)), y[half:])
+
+
+DIFFERENTIATE = (critic, meta)  # losses in which even the head's gradient passes through most of the graph
 
 
 def compiled(whole: bool) -> nn.Module:
