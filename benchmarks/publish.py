@@ -149,7 +149,7 @@ Weights are random, inputs are small, and everything runs on a CPU. A row passes
 | memory | the same with `memory=0.3`, on the lean engine, or with the reason why not |
 | restored | after `close`, flags, modes and hooks are as before, and a plain step equals that of a fresh model |
 | resumed | a fresh model that loads the saved run goes on with the same choices and weights, bit for bit |
-| plain, lean, prefix, lean+prefix | each step of this engine equals one of plain autograd, in float64 |
+| plain, lean, prefix, lean+prefix | each step of this engine equals one of plain autograd, in float64 if the model can |
 | quiet | no warning that plain training does not give too |
 | `elastic_trainer`, `lisa`, … | six steps of this recipe, on eleven of the models |
 
