@@ -222,3 +222,41 @@ def test_a_run_of_steps_in_turn_is_accepted_within_its_bounds() -> None:
     assert [bool(turns.missed(cell(step))) for step in (0.42, 0.43, 0.5, 0.535, 0.545)] == [True, False, False, False, True]
     assert not turns.missed(cell(0.5, 2)) and turns.missed(cell(0.5, 3)) == ["3 corrections"]
     assert "| 1 of 2 |" in turns.table([cell(0.5), cell(0.6)])
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_foreign_rows_are_many_and_name_what_must_be_among_them() -> None:
+    models = importlib.import_module("foreign_models")
+    packages = {row.package for row in models.ROWS.values()}
+    assert packages == {"timm", "torchvision", "transformers", "peft", "smp", "torch"}
+    assert sum(row.package != "torch" and not row.missing for row in models.ROWS.values()) >= 120
+    assert set(models.TEN) <= set(models.ROWS)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_foreign_model_that_fails_is_named_with_its_reason() -> None:
+    foreign = importlib.import_module("foreign")
+    cells = [
+        {"row": "timm/a", "reasons": {}, "seen": {"time": {"floor": 0.523, "chosen": "3 of 9"}}},
+        {"row": "timm/b", "reasons": {"memory": "why | not"}},
+        {"row": "torchvision/c", "left out": "no nms"},
+    ]
+    lines = foreign.table(cells).splitlines()
+    assert "| timm | 2 | 1 |" in lines and "| all | 2 | 1 (50 %) |" in lines
+    assert r"| timm/b | memory | why \| not |" in lines
+    assert "| torchvision/c | – | left out: no nms; run it on a GPU machine |" in lines
+    assert "| timm/a | pass | 0.52 | 3 of 9 | – |" in lines
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_check_of_foreign_models_gives_a_reason_and_no_traceback() -> None:
+    foreign = importlib.import_module("foreign")
+
+    def broken() -> None:
+        raise ValueError("what is wrong\n— what to do")
+
+    assert foreign.reason(lambda: None) == ""
+    assert foreign.reason(broken).startswith("ValueError: what is wrong — what to do [test_benchmarks.py")
+    row = foreign.ROWS["torch/weight_norm"]
+    foreign.agrees(row, "lean", found := {})
+    assert found["error"]["lean"] < 1e-12

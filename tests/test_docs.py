@@ -65,3 +65,4 @@ def test_the_published_tables_are_the_measured_ones() -> None:
     assert "<!-- table -->" in text
     assert publish.readme(text) == text
     assert publish.results() == (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert publish.models() == (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

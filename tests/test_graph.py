@@ -223,6 +223,23 @@ def test_modules_are_named_with_their_class() -> None:
     assert modules["blocks.0"] == "Block" and modules["side"] == "Conv2d" and modules[""] == "Branches"
 
 
+class Scaled(nn.Linear):
+    """A frozen layer whose only trainable parameter, a factor, is in a ParameterDict: as adapters of peft are."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.requires_grad_(False)
+        self.scales = nn.ParameterDict({"default": torch.ones(5)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scales["default"]
+
+
+def test_the_head_ends_at_a_parameter_in_a_list_of_a_module() -> None:
+    model = nn.Sequential(Scaled(), Scaled(), Scaled())
+    assert read(model, lambda model, x: model(x).sum(), VECTORS[0]).head == ("2.scales.default",)
+
+
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.data())
 def test_order_on_random_graphs(data: st.DataObject) -> None:

@@ -376,7 +376,7 @@ def _head(nodes: Sequence[Node], params: Mapping[str, nn.Parameter], modules: Ma
         if found:
             head += found
             mates = {layers[param] for param in found if layers[param] != param}
-            if mates or node.macs:
+            if mates or node.macs or any(owner(owner(param)) for param in found):  # also in a module's list of parameters
                 head += [name for name in params if layers[name] in mates and not _is_tied(nodes, name, layers)]
                 break
     return tuple(dict.fromkeys(head))
