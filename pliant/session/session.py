@@ -300,16 +300,19 @@ class Session:
     def save(self, path: str | os.PathLike[str], beside: Any = None) -> None:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed.
 
-        `beside` is whatever of your own belongs with them, in plain types: `load` returns it.
+        `beside` is whatever of your own belongs with them, as tensors and plain types: `load` returns it.
         """
         state = self.state_dict()
         self._loop.log.flush()  # a checkpoint is never ahead of the log
         checkpoint.save(path, self.model, self.optimizer, self.update.scaler, state, beside)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
-        """Go on from a file that `save` wrote, as if the run had never stopped. Returns what was saved `beside`."""
+        """Go on from a file that `save` wrote, as if the run had never stopped. Returns what was saved `beside`.
+
+        A file that is damaged, or of another model, optimizer or recipe, is refused before anything changes.
+        """
         self._check_open()
-        saved = checkpoint.read(path, self.model, self.optimizer)
+        saved = checkpoint.read(path, self.model, self.optimizer, self.update.scaler)
         resume.check(self._loop, saved["session"])
         checkpoint.fill_(saved, self.model, self.optimizer, self.update.scaler)
         self.load_state_dict(saved["session"])

@@ -27,6 +27,7 @@ from pliant.apps.models.folded import (
     read_weights,
 )
 from pliant.core.types import nearest
+from pliant.runtime.sealed import seal_tensors
 
 __all__ = [
     "BUILT_IN",
@@ -153,4 +154,5 @@ def weights_of(model: nn.Module, also: Mapping[str, str] | None = None) -> bytes
         about["arch"] = json.dumps(model.arch)
     elif isinstance(model, EfficientNetLite0):
         about |= {"model": "efficientnet_lite0", "classes": str(model.classifier.out_features)}
-    return save({name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}, about)
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+    return seal_tensors(save(weights, about))

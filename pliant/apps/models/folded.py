@@ -13,10 +13,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from pliant.runtime.sealed import check_tensors
 
 FOLDED_PIXEL_STATS = (0.5, 0.5)
 """Mean and standard deviation of pixels in 0…1, the same for all three channels."""
@@ -181,14 +184,15 @@ def folded(arch: str, state: Mapping[str, Tensor], path: str | os.PathLike[str],
 
 def read_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a safetensors file and its metadata; an int8 tensor with a `.scale` becomes float32."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
     try:
-        with safe_open(os.fspath(path), "pt") as file:
-            held, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        content = Path(path).read_bytes()
+        held, metadata = load(content), check_tensors(content)
     except FileNotFoundError:
         raise ValueError(f"no file {os.fspath(path)!r}: give a weight file (.safetensors).") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a whole safetensors file: {error}. Copy it again.") from error
     scales = {name for name in held if name.endswith(".scale") and name.removesuffix(".scale") in held}
     out = {}

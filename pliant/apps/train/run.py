@@ -157,7 +157,7 @@ class TrainingRun:
         if self.options.delta:
             checkpoint.save_tensors(path, self.session.delta(), metadata)
         else:
-            write_aside(path, checkpoint.in_order(models.weights_of(self.task.model, metadata)))
+            write_aside(path, models.weights_of(self.task.model, metadata))
 
     def finish(self) -> Result:
         first, last = self.evaluations[0], self.evaluations[-1]
