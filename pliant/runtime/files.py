@@ -21,7 +21,7 @@ def write_aside(path: str | os.PathLike[str], *pieces: bytes | memoryview) -> No
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target)
+    remove_stale(target)
     file = _new_beside(target)
     try:
         with file:
@@ -54,7 +54,7 @@ def _new_beside(target: Path) -> BinaryIO:
         file.close()
 
 
-def _remove_stale(target: Path) -> None:
+def remove_stale(target: Path) -> None:
     """Remove new versions of this file that nobody writes any more. Whoever writes one holds its lock."""
     if sys.platform == "win32":
         return

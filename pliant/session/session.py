@@ -191,6 +191,15 @@ class Session:
         return {"all": self._loop.time.elapsed, **self._loop.time.spent}
 
     @property
+    def log(self) -> str | os.PathLike[str] | None:
+        """The file of the run log. Another one may be set: later lines go there."""
+        return self._loop.log.path
+
+    @log.setter
+    def log(self, path: str | os.PathLike[str] | None) -> None:
+        self._loop.log.move(path)
+
+    @property
     def budget(self) -> Budget:
         """What a step may cost. May be set at any moment; one that cannot be kept is refused and the old one stays.
 
