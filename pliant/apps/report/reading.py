@@ -65,8 +65,9 @@ class Tail:
             self._forget()
             raise LogError(f"{where!r} is not a run log: {error}") from error
         if not self._collected.count and self._collected.skipped:
+            first = self._collected.skipped[0]
             raise LogError(
-                f"{where!r} is not a run log: it holds no text of one (line {self._collected.skipped[0]}). Give a file that Session(log=…) writes."
+                f"{where!r} is not a run log: it holds no text of one (line {first}). Give a file that Session(log=…) writes."
             )
         if not self._collected.count:
             state = "holds no whole line" if torn else "is empty"
