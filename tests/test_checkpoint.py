@@ -327,3 +327,17 @@ def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
     write_aside(tmp_path / "one", b"1")
     (tmp_path / "two").touch()
     assert (tmp_path / "one").stat().st_mode == (tmp_path / "two").stat().st_mode
+
+
+@pytest.mark.parametrize("moment", ["fstat", "fsync", "replace"])
+def test_an_interrupted_write_leaves_nothing_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, moment, stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_aside(tmp_path / "run.pt", b"new")
+    assert os.listdir(tmp_path) == []

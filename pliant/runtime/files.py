@@ -51,6 +51,10 @@ def _new_beside(target: Path) -> BinaryIO:
             pass
         except OSError:  # this file system has no locks, so nothing is taken for stale here
             return file
+        except BaseException:
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
+            raise
         file.close()
 
 
