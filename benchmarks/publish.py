@@ -119,6 +119,13 @@ SECTIONS = (
         ("fewshot_costs_cpu",),
     ),
     Section(
+        "Faults and hostile files",
+        """A trial is a fault, and what must hold after it. *Torn*: a file is not whole, or holds what was never saved.
+*Lost*: a run cannot go on, or ends with other weights. *Executed*: code that a file names was run.""",
+        "python benchmarks/faults.py",
+        ("faults_cpu",),
+    ),
+    Section(
         "Solvers",
         "How fast the solvers are, and how much of the best possible value they find.",
         "python benchmarks/solver.py",

@@ -18,7 +18,10 @@ from torch._dynamo.backends.common import aot_autograd
 from pliant import Budget, Policy, Session, measure, recipes, score, units
 from pliant.runtime.compiled import eager
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo reads it
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # so dynamo's own imports, and what is tested here
+]
 
 KINDS = ("attribute", "in place", "all in place", "whole", "function in the loss", "loss")
 

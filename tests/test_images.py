@@ -217,3 +217,33 @@ def test_a_set_that_contradicts_itself_is_refused() -> None:
         ImageSet(images, torch.tensor([0]), ("a",))
     with pytest.raises(ImageError, match="from 0 to 1"):
         ImageSet(images, torch.tensor([0, 1]), ("a",))
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        Image.new("L", (40, 40)).save(tmp_path / name / "1.png")
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 1000)
+    monkeypatch.setattr("PIL.Image.Image.convert", lambda *_: pytest.fail("it was decoded"))
+    with pytest.raises(ImageError, match=r"1600 pixels.*Replace or remove it"):
+        folder(tmp_path, 8)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"bits": np.zeros(8, np.uint8)},
+        {"bits": np.zeros((2, 8), np.float32)},
+        {"bits": np.zeros((2, 0), np.uint8)},
+        {"data": np.zeros((2, 3), np.uint8), "offset": np.array([0, 3])},
+        {"data": np.zeros(3, np.uint8), "offset": np.array(3)},
+        {"data": np.zeros(3, np.uint8), "offset": np.array([0.0, 3.0])},
+        {"bits": np.zeros((2, 8), np.uint8), "label": np.zeros((2, 2), int)},
+        {"bits": np.zeros((2, 8), np.uint8), "classes": np.array("a")},
+    ],
+    ids=range(8),
+)
+def test_arrays_of_another_shape_or_type_are_told(tmp_path: Path, held: dict[str, Any]) -> None:
+    np.savez(tmp_path / "set.npz", **{"label": np.array([0, 1]), "classes": np.array(["a", "b"]), **held})
+    with pytest.raises(ImageError, match="not a packed set"):
+        packed(tmp_path / "set.npz", 8)

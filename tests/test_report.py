@@ -422,3 +422,16 @@ def test_a_run_that_has_not_chosen_yet_is_one_all_the_same(tmp_path: Path) -> No
     log.write_bytes(b"PK\x03\x04\x80\x81\n")
     shown = command.run(["report", str(tmp_path)])
     assert shown.exit_code == 1 and "holds no text" in command.text(shown)
+
+
+def test_a_damaged_byte_costs_its_line_at_most_and_is_told(tmp_path: Path) -> None:
+    log = train(tmp_path / "run", 6) / "run.jsonl"
+    whole, lines = report.load(log), log.read_bytes().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if b'"step": 3,' in line and b'"event": "step"' in line)
+    log.write_bytes(b"".join([*lines[:at], b"\xff" + lines[at], *lines[at + 1 :]]))
+    run = report.load(log)
+    assert [step.number for step in run.steps] == [n for n in range(1, 7) if n != 3] and len(run.chosen) == len(whole.chosen)
+    assert any(text == f"line {at + 1} of the log is damaged and was left out" for _, text in run.notes)
+    log.write_bytes(b"".join([*lines, b'{"event": "note", "step": 6, "text": "caf\xe9"}\n']))
+    assert report.load(log).notes[-1] == (6, "caf\ufffd") and len(report.load(log).steps) == 6
+    assert command.run(["report", str(log), "--format", "text"]).exit_code == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -29,6 +31,7 @@ from pliant.planning.solve import (
     sample,
     with_ends,
 )
+from pliant.planning.solve.silence import silence
 
 TIE = 1e-6  # HiGHS calls two values equal below this share of the largest one
 
@@ -703,3 +706,36 @@ def test_what_the_solver_prints_of_itself_is_not_seen(
     libc.puts(b"after")
     libc.fflush(None)
     assert capfd.readouterr().out == "after\n"
+
+
+def test_two_threads_that_choose_at_once_keep_the_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """One begins, the other begins, the first ends, the second ends: in this order the standard output was once lost."""
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(silence())
+    second.enter_context(silence())
+    os.write(1, b"between\n")  # another thread prints
+    first.close()
+    second.close()
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out == "between\nafter\n"
+
+
+def test_the_solver_touches_no_file_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, replaced = random_graph(3, 24), []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup2", lambda *which: replaced.append(which))
+        assert milp()(at(graph, 0.4 * graph.price.sum())).any()
+    assert not replaced
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not silenced there")
+def test_milp_writes_nothing_where_highs_solves_a_part_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two towers that meet at the loss, for which HiGHS 1.12 prints a line whatever it is told."""
+    for seed, units in ((29, 47), (84, 42), (352, 40)):
+        rng = np.random.default_rng(seed)
+        tower = np.arange(units) % 2
+        way = np.triu(np.ones((units, units), bool)) & (tower[None] == tower[:, None])
+        values, price = rng.lognormal(0, 1.5, units), rng.lognormal(0, 1, (1, 2 * units))
+        milp()(problem(values, np.concatenate([np.eye(units, dtype=int), way]), price, 0.5 * price.sum(axis=1)))
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == ""

@@ -110,9 +110,9 @@ def test_a_device_that_is_not_there_is_told(device: str, monkeypatch: pytest.Mon
 def test_a_file_of_weights_is_the_model_again() -> None:
     model = models.load("tiny_net:net", 4)
     write_aside("w.safetensors", models.weights_of(model, {"model": "tiny_net:net", "classes": "4"}))
-    again = models.load("w.safetensors")
+    again = models.load("tiny_net:net@w.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
-    other = models.load("w.safetensors", classes=6)
+    other = models.load("tiny_net:net@w.safetensors", classes=6)
     assert other[7].out_features == 6 and torch.equal(other[0].weight, model[0].weight)  # type: ignore[index]
 
 
@@ -131,7 +131,51 @@ def test_files_that_are_of_nothing_known_are_told() -> None:
         models.load("broken.safetensors")
     save_file({"a": torch.zeros(2)}, "other.safetensors", {"model": "tiny_net:net"})
     with pytest.raises(ValueError, match="does not fit tiny_net:net"):
-        models.load("other.safetensors")
+        models.load("tiny_net:net@other.safetensors")
+
+
+CALLED = """
+from pathlib import Path
+Path("called").touch()
+
+
+def net(classes=2):
+    Path("called").touch()
+"""
+
+
+@pytest.mark.parametrize("name", ["evil:net", "os:abort", "w.safetensors", "evil:net@w.safetensors", "builtins:eval", "a b"])
+def test_a_weight_file_runs_no_code_that_it_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("evil.py").write_text(CALLED)
+    save_file({"a": torch.zeros(2)}, "w.safetensors", {"model": name, "classes": "2"})
+    with pytest.raises(ValueError, match="may not choose the code"):
+        models.load("w.safetensors")
+    assert not Path("called").exists()
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "[]",
+        "{}",
+        '{"stem": [3, 16, 3, 2], "blocks": [[1]], "feat": 8, "classes": 2}',
+        '{"stem": [3, 16, 3, 2], "blocks": [[16, 16, 99999999999, 3, 1, false, false]], "feat": 99999999999, "classes": 2}',
+        '{"stem": [3, 16, 3, 2], "blocks": [], "feat": 16, "classes": -2}',
+        "[" * 100_000,
+    ],
+    ids=range(6),
+)
+def test_a_table_of_blocks_that_is_none_is_told(arch: str) -> None:
+    save_file({"a": torch.zeros(2)}, "w.safetensors", {"arch": arch})
+    with pytest.raises(ValueError, match=r"w\.safetensors"):
+        models.load("w.safetensors")
+
+
+def test_a_number_of_classes_that_no_tensor_has_is_not_believed() -> None:
+    save_file({"a": torch.zeros(2)}, "w.safetensors", {"model": "mcunet_5fps", "classes": str(10**15)})
+    with pytest.raises(ValueError, match="does not fit mcunet_5fps"):
+        models.load("w.safetensors")
 
 
 def test_timm_models_come_by_name_with_their_norm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,11 @@ def known_peaks(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     assert roofline.peaks("cpu") == PEAKS
 
 
+def resumed(out: str | Path) -> Options:
+    """The options of a run that goes on; its model is code, which its folder may not name."""
+    return Options.of_run(out, {"model": tiny.MODEL})
+
+
 def at_step(number: int, then: Callable[[], None]) -> Callable[[Status], None]:
     def watch(status: Status) -> None:
         if status.step == number and not status.news:
@@ -109,10 +114,10 @@ def test_a_run_learns_and_leaves_weights_and_a_log() -> None:
     assert [(line["step"], line["accuracy"]) for line in told] == [(e.step, e.accuracy) for e in result.evaluations]
     assert all(line["split"] == "validation" for line in told)
     assert sum(line["event"] == "step" for line in lines) == 21
-    again = models.load("run/last.safetensors").state_dict()
+    again = models.load(f"{tiny.MODEL}@run/last.safetensors").state_dict()
     assert same(again, weights("run"))
     with safe_open("run/last.safetensors", "pt") as file:
-        assert file.metadata()["names"].split("\n") == ["top", "left", "rows", "columns"]
+        assert json.loads(file.metadata()["names"]) == ["top", "left", "rows", "columns"]
 
 
 def test_the_seed_alone_decides_the_weights(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +135,7 @@ def test_runs_without_a_name_get_folders_of_their_own() -> None:
 
 def test_a_model_goes_on_from_an_earlier_runs_weights(whole: Path) -> None:
     ends = [line["accuracy"] for line in runlog.read(whole / "run.jsonl") if line["event"] == "evaluated"]
-    second = train(Options(**{**TINY, "model": "whole/last.safetensors", "epochs": 1}, recipe="head", out="b"))
+    second = train(Options(**{**TINY, "model": f"{tiny.MODEL}@whole/last.safetensors", "epochs": 1}, recipe="head", out="b"))
     assert second.evaluations[0].accuracy == ends[-1]
     with safe_open("b/last.safetensors", "pt") as file:
         assert file.metadata()["model"] == tiny.MODEL
@@ -165,7 +170,10 @@ def test_a_run_that_is_killed_in_mid_epoch_resumes_to_the_same_weights() -> None
     environment = {**os.environ, "TINY_KILLED_AFTER": "cut/state.pt", "PYTHONPATH": python_path(os.getcwd())}
     killed = subprocess.run([*PROCESS, "train", *flags, "--out=cut"], env=environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    whole, resumed = run(["train", *flags, "--out=whole"]), run(["train", "--resume", "--out=cut", "--json"])
+    whole, resumed = (
+        run(["train", *flags, "--out=whole"]),
+        run(["train", "--resume", "--model", tiny.MODEL, "--out=cut", "--json"]),
+    )
     for name in ("last.safetensors", "best.safetensors"):
         assert Path("cut", name).read_bytes() == Path("whole", name).read_bytes()
     ends = [[(e["step"], e["accuracy"], e["loss"]) for e in json.loads(one.stdout)["evaluations"]] for one in (resumed, whole)]
@@ -194,7 +202,7 @@ def test_where_seconds_were_measured_they_are_taken_over() -> None:
         train(Options(**TINY, recipe="pliant", time="1.0", out="a"), at_step(8, power_cut))
     shutil.copytree("a", "b")
     for out in "ab":
-        train(Options.of_run(out))
+        train(resumed(out))
     assert same(weights("a"), weights("b"))
     rounds = [[line["units"] for line in runlog.read(f"{out}/run.jsonl") if line["event"] == "round"] for out in "ab"]
     assert rounds[0] == rounds[1]
@@ -208,7 +216,7 @@ def test_where_no_time_is_asked_for_nothing_depends_on_the_clock(recipe: str, bu
     train(Options(**options, out="whole"))
     with pytest.raises(RuntimeError, match="power cut"):
         train(Options(**options, out="cut"), at_step(17, power_cut))
-    train(Options.of_run("cut"))
+    train(resumed("cut"))
     assert same(weights("cut"), weights("whole")) and same(weights("cut", "best"), weights("whole", "best"))
 
 
@@ -231,7 +239,7 @@ def test_a_resumed_run_measures_no_costs_and_goes_on_with_those_of_the_killed_on
 
     monkeypatch.setattr(Session, "load", seen)
     monkeypatch.setattr(recipes, "timed", lambda *_, **__: pytest.fail("costs were measured again"))
-    train(Options.of_run("run"))
+    train(resumed("run"))
     now, then = loaded[0], held["session"]
     assert torch.equal(now.pop("torch"), held["random"]["cpu"])
     for key in ("undo", "slices"):  # tensors
@@ -256,7 +264,7 @@ def test_with_a_time_budget_a_resumed_run_differs_by_nothing_but_what_steps_take
     whole = train(Options(**options, out="whole"))
     with pytest.raises(RuntimeError, match="power cut"):
         train(Options(**options, out="cut"), at_step(23, power_cut))
-    assert train(Options.of_run("cut")).rounds == whole.rounds
+    assert train(resumed("cut")).rounds == whole.rounds
     numbers = [one["number"] for one in whole.rounds]
     assert len(set(numbers)) > 1 and len(numbers) > len(set(numbers))  # chosen anew, and corrected in between
     assert same(weights("cut"), weights("whole"))
@@ -266,7 +274,7 @@ def test_a_cut_before_the_first_save_resumes_from_the_beginning(whole: Path) -> 
     (place := Path("cut")).mkdir()
     saved = {name: value for name, value in vars(Options(**TINY, recipe="full")).items() if name not in ("out", "resume")}
     (place / "run.json").write_text(json.dumps({"format": "pliant.run/1", "options": saved}))  # all that was written
-    train(Options.of_run("cut"))
+    train(resumed("cut"))
     assert same(weights("cut"), weights("whole"))
 
 
@@ -275,7 +283,7 @@ def test_ctrl_c_saves_after_the_step_and_exits_130(whole: Path) -> None:
     shown = run(["train", *FLAGS, "--recipe", "full", "--out", "cut"])
     assert shown.exit_code == 130 and "--resume" in text(shown), shown.output
     tiny.on_forward(None)
-    shown = run(["train", "--resume", "--out", "cut"])
+    shown = run(["train", "--resume", "--model", tiny.MODEL, "--out", "cut"])
     assert shown.exit_code == 0 and "resumed at step" in text(shown), shown.output
     assert same(weights("cut"), weights("whole"))
 
@@ -290,7 +298,7 @@ def test_ctrl_c_before_the_first_step_does_not_wait_and_leaves_nothing() -> None
 
 def test_a_run_that_is_over_resumes_to_its_result(whole: Path) -> None:
     before, told = weights("whole"), [line for line in runlog.read(whole / "run.jsonl") if line["event"] == "evaluated"]
-    again = train(Options.of_run("whole"))
+    again = train(resumed("whole"))
     assert [(e.step, e.accuracy) for e in again.evaluations] == [(line["step"], line["accuracy"]) for line in told]
     assert same(weights("whole"), before)
 
@@ -300,7 +308,7 @@ def test_a_torn_log_is_no_obstacle(whole: Path) -> None:
         train(Options(**TINY, recipe="full", out="cut"), at_step(9, power_cut))
     log = Path("cut/run.jsonl")
     log.write_bytes(log.read_bytes()[:-20])
-    train(Options.of_run("cut"))
+    train(resumed("cut"))
     assert same(weights("cut"), weights("whole"))
     assert list(runlog.read(log))[-1]["event"] == "end"
 
@@ -314,7 +322,7 @@ def test_a_damaged_state_is_refused(whole: Path) -> None:
     for bad in (*cut, *spoilt):
         state.write_bytes(bad)
         with pytest.raises(PliantError, match=r"'whole' cannot be resumed: .*state\.pt' is (not a|damaged)"):
-            train(Options.of_run("whole"))
+            train(resumed("whole"))
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "session", "random", "beside"])
@@ -324,7 +332,7 @@ def test_a_state_with_a_damaged_part_is_refused(part: str, whole: Path) -> None:
         bad = {**held, part: spoilt} if spoilt != "gone" else {name: value for name, value in held.items() if name != part}
         torch.save(bad, "whole/state.pt")
         with pytest.raises(PliantError, match=r"'whole' cannot be resumed: .*(state\.pt'|not the state of)"):
-            train(Options.of_run("whole"))
+            train(resumed("whole"))
 
 
 # ---------------------------------------------------------------- worse than before
@@ -333,7 +341,7 @@ def test_a_state_with_a_damaged_part_is_refused(part: str, whole: Path) -> None:
 def test_what_training_made_worse_is_rolled_back() -> None:
     first = train(Options(**TINY, recipe="full", out="good", lr=0.1))
     assert first.accuracy > 0.8
-    bad = {**TINY, "model": "good/last.safetensors", "epochs": 1, "lr": 80.0, "scratch": False, "recipe": "full"}
+    bad = {**TINY, "model": f"{tiny.MODEL}@good/last.safetensors", "epochs": 1, "lr": 80.0, "scratch": False, "recipe": "full"}
     shown = run(["train", *[f"--{k}={v}" if v is not True else f"--{k}" for k, v in bad.items() if v], "--out=bad"])
     assert shown.exit_code == 0 and "made it worse" in text(shown) and "rolled back" in text(shown), shown.output
     assert same(weights("bad"), weights("good")) and same(weights("bad", "best"), weights("good"))
@@ -362,7 +370,7 @@ def test_two_runs_into_one_folder_are_refused(whole: Path) -> None:
     shown = run(["train", *FLAGS, "--recipe", "full", "--out", "whole"])
     assert shown.exit_code == 1 and "holds a run already" in text(shown) and "--resume" in text(shown)
     with folder.locked(whole), pytest.raises(PliantError, match="another process is using"):
-        train(Options.of_run("whole"))
+        train(resumed("whole"))
     assert same(weights("whole"), before)
 
 
@@ -389,14 +397,14 @@ def test_a_full_disk_loses_nothing(whole: Path, monkeypatch: pytest.MonkeyPatch)
     assert shown.exit_code == 1 and "No space left" in text(shown) and "--resume" in text(shown)
     monkeypatch.setattr(os, "fsync", real)
     assert not list(Path("cut").glob("*.tmp")) and not list(Path("cut").glob(".*.tmp"))
-    train(Options.of_run("cut"))
+    train(resumed("cut"))
     assert same(weights("cut"), weights("whole"))
 
 
 def test_resuming_needs_a_run_and_the_same_options(whole: Path) -> None:
     shown = run(["train", "--resume", "--out", "nowhere"])
     assert shown.exit_code == 1 and "no run in" in text(shown) and not Path("nowhere").exists()
-    shown = run(["train", "--resume", "--out", "whole", "--recipe", "head"])
+    shown = run(["train", "--resume", "--model", tiny.MODEL, "--out", "whole", "--recipe", "head"])
     assert shown.exit_code == 2 and "recipe='full'" in text(shown)
     (whole / "run.json").write_text("{}")
     shown = run(["train", "--resume", "--out", "whole"])
@@ -504,7 +512,7 @@ def test_folders_of_images_are_read_and_what_is_wrong_with_them_is_told() -> Non
 def test_options_may_stand_in_a_file_and_the_command_line_wins() -> None:
     toml = "".join(f"{name} = {json.dumps(value)}\n" for name, value in {**TINY, "recipe": "full", "evaluate-every": 9}.items())
     Path("options.toml").write_text(toml)
-    shown = run(["train", "--config", "options.toml", "--recipe", "head", "--out", "run", "--json"])
+    shown = run(["train", "--config", "options.toml", "--model", tiny.MODEL, "--recipe", "head", "--out", "run", "--json"])
     assert shown.exit_code == 0, shown.output
     options = json.loads(shown.stdout)["options"]
     assert options["recipe"] == "head" and options["evaluate_every"] == 9 and options["batch"] == 8
@@ -586,3 +594,83 @@ def test_tensorboard_is_written_where_it_is_installed(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     shown = run(["train", *FLAGS, "--recipe", "head", "--out", "other", "--log-to", "tensorboard"])
     assert shown.exit_code == 1 and "pliant[tensorboard]" in text(shown) and not Path("other").exists()
+
+
+# ---------------------------------------------------------------- no file runs code, and no fault loses a run
+
+
+def test_a_run_folder_names_no_code(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr("tiny_net.net", lambda classes=4: called.append("net"))
+    shown = run(["train", "--resume", "--out", "whole"])
+    assert shown.exit_code == 2 and f"--model {tiny.MODEL}" in text(shown) and not called
+    with pytest.raises(PliantError, match="may not choose the code"):
+        Options.of_run("whole")
+
+
+def test_a_file_of_options_names_no_code() -> None:
+    Path("options.toml").write_text('model = "os:abort"')
+    shown = run(["train", "--config", "options.toml", "--out", "run"])
+    assert shown.exit_code == 2 and "may not choose the code" in text(shown) and not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    "held", [{}, {"options": None}, {"options": [1]}, {"options": {"epochs": "many"}}, {"options": {"a": 1}}]
+)
+def test_a_run_folder_with_damaged_options_is_told(whole: Path, held: dict[str, Any]) -> None:
+    (whole / "run.json").write_text(json.dumps({"format": "pliant.run/1", **held}))
+    shown = run(["train", "--resume", "--out", "whole"])
+    assert shown.exit_code in (1, 2) and isinstance(shown.exception, SystemExit), shown.output
+    assert "Traceback" not in shown.output
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_folder_that_is_gone_is_noticed_and_the_run_goes_on_elsewhere(whole: Path, how: str) -> None:
+    def away() -> None:
+        shutil.rmtree("cut") if how == "removed" else Path("cut").rename("elsewhere")
+        if how == "replaced":
+            Path("cut").mkdir()
+            Path("cut/thesis.txt").write_text("mine")
+
+    options = Options(**TINY, recipe="full", out="cut")
+    with pytest.raises(PliantError, match=r"removed, moved or replaced .* up to step") as said:
+        train(options, at_step(10, away))
+    new = "cut-2" if how == "replaced" else "cut"
+    assert f"--resume --out {new}" in str(said.value)
+    if how == "replaced":
+        assert os.listdir("cut") == ["thesis.txt"]
+    for name in ("run.json", "run.jsonl", "state.pt", "last.safetensors"):
+        assert Path(new, name).exists()
+    train(resumed(new))
+    assert same(weights(new), weights("whole"))
+
+
+def test_a_folder_that_is_gone_ends_the_command_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = models.weights_of
+
+    def gone(*args: Any) -> bytes:  # just before the last weights are written
+        if Path("run/state.pt").exists():
+            shutil.rmtree("run")
+        return real(*args)
+
+    monkeypatch.setattr("pliant.apps.train.run.models.weights_of", gone)
+    shown = run(["train", *FLAGS, "--recipe", "full", "--out", "run"])
+    assert shown.exit_code == 1 and "removed, moved or replaced" in text(shown), shown.output
+
+
+def test_what_a_killed_run_left_half_written_is_removed_and_does_not_block_the_folder() -> None:
+    Path("run").mkdir()
+    stale = [Path("run", f".{name}.0123456789abcdef.tmp") for name in ("run.json", "state.pt", "best.safetensors")]
+    for file in stale:
+        file.write_bytes(b"half")
+    train(Options(**{**TINY, "epochs": 1}, recipe="head", out="run"))
+    assert not any(file.exists() for file in stale)
+
+
+def test_class_names_may_hold_any_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = task.load
+    odd = ("top\nleft", "a,b", "ä", '"')
+    monkeypatch.setattr("pliant.apps.train.tasks.load", lambda *a, **k: replace(real(*a, **k), classes=odd))
+    train(Options(**{**TINY, "epochs": 1}, recipe="head", out="run"))
+    with safe_open("run/best.safetensors", "pt") as file:
+        assert tuple(json.loads(file.metadata()["names"])) == odd

@@ -253,3 +253,37 @@ def test_ctrl_c_ends_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     shown = command.run(["watch", str(run)])
     assert codes == [200] and shown.exit_code == 0
     assert "http://127.0.0.1:" in command.text(shown) and shown.output.splitlines()[-1] == "stopped."
+
+
+def test_drips_do_not_outlive_the_time_of_a_request(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends a byte now and then keeps no thread longer than a request may take."""
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        reader = watch._UntilDeadline(theirs, watch._REQUEST_SECONDS)
+        for second in range(20):
+            now[0] = float(second)
+            ours.send(b"G")
+            if second < watch._REQUEST_SECONDS:
+                assert reader.readinto(bytearray(8)) == 1
+            else:
+                with pytest.raises(TimeoutError):
+                    reader.readinto(bytearray(8))
+
+
+def test_requests_at_once_are_limited_and_later_ones_are_answered(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_MOST_REQUESTS", 3)
+    for server in serving(run):
+        before = threading.active_count()
+        idle = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(3)]
+        while threading.active_count() < before + 3:
+            pass
+        more = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(20)]
+        assert all(one.recv(1) == b"" for one in more), "the others are sent away"
+        assert threading.active_count() == before + 3
+        for one in (*idle, *more):
+            one.close()
+        while threading.active_count() > before:
+            pass
+        assert get(server, "/")[0] == 200

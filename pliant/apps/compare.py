@@ -250,9 +250,9 @@ class _Running:
 
 
 def _arguments(options: Options) -> list[str]:
-    """Options as command-line arguments. An interrupted run needs only its folder."""
+    """Options as command-line arguments. An interrupted run needs only its folder, and its model, which may be code."""
     if options.out is not None and run_folder.Folder(Path(options.out)).run.exists():
-        return ["--resume", "--out", options.out, "--keep-anyway", "--measure-memory", "--json"]
+        return ["--resume", "--model", options.model, "--out", options.out, "--keep-anyway", "--measure-memory", "--json"]
     out = []
     for field in fields(options):
         value = getattr(options, field.name)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from pliant import __version__
 from pliant.core.errors import PliantError
-from pliant.runtime.files import write_aside
+from pliant.runtime.files import remove_stale, write_aside
 
 _FORMAT = "pliant.run/1"
 
@@ -27,6 +27,15 @@ class Folder:
     """The files of a run. `run` holds its options; `state` is all that a resumed run needs."""
 
     path: Path
+    claim: tuple[int, int] | None = None  # device and number of the lock file that the run holds
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this is still the folder that the run has locked: it may have been removed, moved or replaced."""
+        try:
+            return self.claim == _number(os.stat(self.lock))
+        except OSError:
+            return False
 
     @property
     def run(self) -> Path:
@@ -60,14 +69,23 @@ def options_of(path: str | os.PathLike[str]) -> dict[str, Any]:
         held = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise FolderError(f"there is no run in {os.fspath(path)!r} to resume: it holds no {file.name}.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FolderError(f"{os.fspath(file)!r} cannot be read: {error}") from error
-    if not isinstance(held, dict) or held.get("format") != _FORMAT:
+    if not isinstance(held, dict) or held.get("format") != _FORMAT or not isinstance(held.get("options"), dict):
         raise FolderError(f"{os.fspath(file)!r} is not what a run of `pliant train` writes. Give the folder of such a run.")
     return dict(held["options"])
 
 
-def unused(name: str, within: str = "runs") -> Path:
+def write_options(folder: Folder, options: Mapping[str, Any]) -> None:
+    """The file that `options_of` reads."""
+    write_aside(folder.run, json.dumps({"format": _FORMAT, "pliant": __version__, "options": dict(options)}, indent=2).encode())
+
+
+def _number(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def unused(name: str, within: str | os.PathLike[str] = "runs") -> Path:
     """An unused folder for a run: `runs/name`, else `runs/name-2` and so on."""
     number, path = 1, Path(within, name)
     while path.exists():
@@ -77,7 +95,7 @@ def unused(name: str, within: str = "runs") -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[Folder]:
     """Lock a folder, which is created if needed.
 
     The operating system holds the lock, so a killed process leaves none behind.
@@ -91,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
     with lock:
         if not _try_lock(lock):
             raise FolderError(f"another process is using {name!r}. Wait for it, or choose another folder (--out).")
-        yield
+        yield Folder(path, _number(os.fstat(lock.fileno())))
 
 
 @contextmanager
@@ -100,10 +118,11 @@ def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bo
 
     A run that fails before its first checkpoint removes its files.
     """
-    folder = Folder(Path(path))
     name = os.fspath(path)
-    new = not folder.path.exists()
-    with locked(folder.path):
+    new = not Path(path).exists()
+    with locked(Path(path)) as folder:
+        for file in (folder.run, folder.state, folder.best, folder.last):
+            remove_stale(file)
         others = sorted(entry.name for entry in folder.path.iterdir() if entry != folder.lock)
         if not resume and folder.run.exists():
             raise FolderError(f"{name!r} holds a run already: add --resume to continue it, or choose another folder (--out).")
@@ -111,11 +130,10 @@ def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bo
             raise FolderError(f"{name!r} is not empty (it holds {others[0]!r}): choose another folder (--out).")
         try:
             if not resume:
-                about = {"format": _FORMAT, "pliant": __version__, "options": dict(options)}
-                write_aside(folder.run, json.dumps(about, indent=2).encode())
+                write_options(folder, options)
             yield folder
         except BaseException:
-            if not resume and not folder.state.exists():
+            if not resume and folder.is_there and not folder.state.exists():
                 _clear(folder, new)
             raise
 

@@ -6,12 +6,14 @@ checks the Host header, so that a page from elsewhere cannot read the report by 
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import socket
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock
+from threading import BoundedSemaphore, Lock
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -21,6 +23,8 @@ from pliant.core.errors import PliantError
 
 HOST = "127.0.0.1"
 _LEAST_WAIT = 2.0  # seconds between two requests of a page
+_MOST_REQUESTS = 32  # that are answered at once; a page has one
+_REQUEST_SECONDS = 10.0  # for a request to arrive, and for its answer to be taken
 _WAIT_FACTOR = 10  # a page waits at least this many times as long as its last answer took
 
 
@@ -69,12 +73,36 @@ class LivePage:
         return {**out, "wait": max(_LEAST_WAIT, _WAIT_FACTOR * (time.monotonic() - start))}
 
 
+class _UntilDeadline(io.RawIOBase):
+    """Reads a socket up to a moment, however slowly bytes arrive."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection, self._deadline = connection, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request took too long")
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(_REQUEST_SECONDS)
+
+
 def server(run: str | os.PathLike[str], port: int = 0) -> ThreadingHTTPServer:
     """A server for the page of this run on 127.0.0.1; port 0 picks a free port. Call its `serve_forever`."""
     live = LivePage(run)
 
     class Handler(BaseHTTPRequestHandler):
-        server_version, sys_version, timeout = "pliant", "", 30
+        server_version, sys_version, timeout = "pliant", "", _REQUEST_SECONDS
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile = io.BufferedReader(_UntilDeadline(self.connection, time.monotonic() + _REQUEST_SECONDS))
 
         def do_GET(self) -> None:
             if self.headers.get("Host", "") not in self._names():
@@ -120,6 +148,24 @@ def server(run: str | os.PathLike[str], port: int = 0) -> ThreadingHTTPServer:
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True  # an open page does not delay Ctrl-C
+        free = BoundedSemaphore(_MOST_REQUESTS)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            """A thread for the request, if one is free; a page asks again later."""
+            if not self.free.acquire(blocking=False):
+                self.shutdown_request(request)
+                return
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread began
+                self.free.release()
+                raise
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self.free.release()
 
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A page that was closed during an answer is not an error."""

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pliant.apps import train as training
 from pliant.apps.train import Options, Result, Stopped
+from pliant.apps.train.options import check_no_code
 from pliant.cli.app import UsageError, app, check_data, exit_on_errors
 from pliant.cli.live import duration, shown
 from pliant.cli.options import Given, train_options
@@ -45,11 +46,16 @@ def train(
 
 def _all_options(given: Given, config: Path | None) -> Options:
     """The options of the command line, then those of the file, then those of the run to resume."""
-    options = {**(_from_toml(config) if config is not None else {}), **given}
+    held = _from_toml(config) if config is not None else {}
+    if "model" not in given:
+        check_no_code(held.get("model"), f"the file {str(config)!r}")
+    options = {**held, **given}
     where = str(config) if config is not None else "the command line"
     if options.get("resume") and options.get("out"):
-        options = {**vars(Options.of_run(options["out"])), **options}
-    out = Options.of(options, where)
+        Options.of(options, where)  # what is wrong here is said of here
+        out = Options.of_run(options["out"], options)
+    else:
+        out = Options.of(options, where)
     check_data("--data", out.data)
     return out
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pliant.core.errors import BudgetError
 from pliant.core.types import Cost
@@ -137,3 +138,14 @@ class Budget:
                 )
             out[name] = amount.amount if isinstance(amount, Absolute) else amount * total
         return out
+
+    def to_json(self) -> dict[str, Any] | None:
+        """In plain types; None where a function of progress limits something."""
+        given = {kind: getattr(self, kind) for kind in RESOURCES}
+        if any(callable(amount) for amount in given.values()):
+            return None
+        return {kind: {"absolute": a.amount} if isinstance(a, Absolute) else a for kind, a in given.items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Budget:
+        return cls(**{kind: Absolute(a["absolute"]) if isinstance(a, Mapping) else a for kind, a in data.items()})

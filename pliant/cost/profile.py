@@ -22,6 +22,7 @@ from pliant.cost import profile_json
 from pliant.cost.charge import SPLIT, Charge, ChargeKind, Piece, pieces_of
 from pliant.cost.table import PriceTable, tabulate
 from pliant.runtime.files import write_aside
+from pliant.runtime.sealed import check_json, seal_json
 
 __all__ = ["SPARED_BY_INFERENCE", "SPLIT", "Charge", "ChargeKind", "PriceTable", "Profile"]
 
@@ -350,15 +351,15 @@ class Profile:
         return cls(**profile_json.fields_of(data))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as JSON: aside first, then renamed, so that an interrupted write leaves the old file."""
-        write_aside(path, json.dumps(self.to_json()).encode())
+        """Write as JSON with a checksum: aside first, then renamed, so that an interrupted write leaves the old file."""
+        write_aside(path, json.dumps(seal_json(self.to_json())).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], now: Mapping[str, Any] | None = None, allow_mismatch: bool = False) -> Profile:
         """Read a profile; with `now` (see `measure.origin`) also check that it was taken under these conditions."""
         try:
-            profile = cls.from_json(json.loads(Path(path).read_bytes()))
-        except (ValueError, KeyError, TypeError) as error:  # no text, no JSON, no profile, or half of one
+            profile = cls.from_json(check_json(json.loads(Path(path).read_bytes())))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:  # no text, no JSON, no profile, or half of one
             raise ValueError(
                 f"{os.fspath(path)!r} is not a whole Pliant profile: {error}. Measure and save it again."
             ) from error

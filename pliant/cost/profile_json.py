@@ -6,11 +6,42 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from pliant.core import schema
 from pliant.core.mode import Mode
+from pliant.core.schema import NUMBER, Either
 from pliant.core.types import Cost
 from pliant.cost.charge import Charge, ChargeKind
 
 _FORMAT = "pliant.profile/7"
+
+_MAYBE_NUMBER = Either(None, NUMBER)
+COST = {"seconds": NUMBER, "bytes": int, "macs": int, "joules": _MAYBE_NUMBER}
+_CHARGE = {
+    "kind": str,
+    "cost": {str: NUMBER},
+    "params": [str],
+    "via": [int],
+    "live": Either(None, (int, int)),
+    "lean": Either(None, bool),
+    "node": Either(None, int),
+    "name": str,
+}
+_PROFILE = {
+    "base": COST,
+    "charges": [_CHARGE],
+    "head": [str],
+    "origin": {str: Any},
+    "coverage": _MAYBE_NUMBER,
+    "uncounted": [str],
+    "moments": [int],
+    "plain": Either(None, COST),
+    "checks": [(NUMBER, NUMBER, NUMBER)],
+    "mode": {"lean": bool, "prefix": bool, "graphs": bool, "cached": bool},
+    "spared": NUMBER,
+    "other_seconds": [NUMBER],
+    "shapes": {str: [int]},
+    "watts": _MAYBE_NUMBER,
+}
 
 
 def to_json(profile: Any) -> dict[str, Any]:
@@ -39,6 +70,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
     found = data.get("format") if isinstance(data, Mapping) else None
     if found != _FORMAT:
         raise ValueError(f"not a Pliant profile: format is {found!r}, expected {_FORMAT!r}")
+    schema.check(_PROFILE, data, "profile")
     return {
         "charges": tuple(_charge_of(charge) for charge in data["charges"]),
         "base": Cost(**data["base"]),

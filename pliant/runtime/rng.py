@@ -26,15 +26,38 @@ def rng_states() -> dict[str, Any]:
     return states
 
 
+def check_rng_states(states: Mapping[str, Any]) -> None:
+    """A ValueError unless `set_rng_states` can put these states back; tried on generators of its own."""
+    try:
+        version, internal, gauss = states["python"]
+        random.Random().setstate((version, tuple(internal), gauss))
+        np.random.RandomState().set_state(_numpy(states["numpy"]))
+        torch.Generator().set_state(states["cpu"])
+        for device, each in enumerate(_of_gpus(states)):
+            torch.Generator(f"cuda:{device}").set_state(each)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"its random states are damaged ({error!r}).") from error
+
+
+def _numpy(state: Any) -> Any:
+    name, keys, position, has_gauss, cached = state
+    return name, keys.numpy().astype(np.uint32), position, has_gauss, cached
+
+
+def _of_gpus(states: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The saved states of those GPUs that are here too."""
+    here = torch.cuda.device_count() if "cuda" in states and torch.cuda.is_available() else 0
+    return list(states["cuda"])[:here] if here else []
+
+
 def set_rng_states(states: Mapping[str, Any]) -> None:
     """Put the random states back."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    np.random.set_state(_numpy(states["numpy"]))
     torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    for device, each in enumerate(_of_gpus(states)):
+        torch.cuda.set_rng_state(each, device)
     if "mps" in states and torch.backends.mps.is_available():
         torch.mps.set_rng_state(states["mps"])
 

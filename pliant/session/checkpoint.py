@@ -3,22 +3,28 @@ one that holds just what changed."""
 
 from __future__ import annotations
 
-import io
-import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from pliant import __version__
-from pliant.core.types import Selection, Unit
+from pliant.core import schema
+from pliant.core.schema import Either
 from pliant.runtime.files import write_aside
-from pliant.runtime.rng import rng_states, set_rng_states
+from pliant.runtime.rng import check_rng_states, rng_states, set_rng_states
+from pliant.runtime.sealed import load_archive, save_archive, seal_tensors
 
-FORMAT = "pliant.session/10"
-_PARTS = ("model", "optimizer", "session", "random")
+_SHAPE = {
+    "model": {str: Any},
+    "optimizer": {"state": dict, "param_groups": [{"params": [int]}]},
+    "scaler": Either(None, dict),
+    "session": dict,
+    "random": dict,
+    "beside": Any,
+}
 
 
 def save(
@@ -30,19 +36,15 @@ def save(
     beside: Any = None,
 ) -> None:
     """Write aside, then rename: the file is the old one or the new one, never half of one."""
-    content = io.BytesIO()
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict() if scaler is not None else None,
-            "session": dict(session),
-            "random": rng_states(),
-            "beside": beside,
-        },
-        content,
-    )
-    write_aside(path, content.getvalue())
+    parts = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict() if scaler is not None else None,
+        "session": dict(session),
+        "random": rng_states(),
+        "beside": beside,
+    }
+    save_archive(path, parts)
 
 
 def save_delta(path: str | os.PathLike[str], changed: Mapping[str, torch.Tensor], step: int) -> None:
@@ -55,46 +57,90 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tenso
     from safetensors.torch import save as as_bytes
 
     whole = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    write_aside(path, in_order(as_bytes(whole, {**about, "pliant": __version__})))
+    write_aside(path, seal_tensors(as_bytes(whole, {**about, "pliant": __version__})))
 
 
-def in_order(content: bytes) -> bytes:
-    """A safetensors file with its metadata in order, which else differs from process to process: the same tensors, the same
-    bytes."""
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
-    return len(text).to_bytes(8, "little") + text + content[start:]
-
-
-def read(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A whole checkpoint of this model and optimizer, or an error; nothing is changed yet."""
+def read(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+) -> dict[str, Any]:
+    """A whole checkpoint of this model, optimizer and scaler, or an error; nothing is changed yet."""
+    name = os.fspath(path)
     try:
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (FileNotFoundError, IsADirectoryError, PermissionError, MemoryError):
-        raise
-    except Exception as error:  # a damaged file makes its reader stumble in any way
-        raise ValueError(f"{os.fspath(path)!r} is not a whole checkpoint that Session.save wrote.") from error
-    if not isinstance(saved, dict) or any(not isinstance(saved.get(key), dict) for key in _PARTS) or "scaler" not in saved:
-        raise ValueError(f"{os.fspath(path)!r} is not a checkpoint that Session.save wrote.")
-    there = {name: tuple(t.shape) for name, t in saved["model"].items() if isinstance(t, torch.Tensor)}
-    here = {name: tuple(t.shape) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
-    if there != here:
-        name = next(n for n in {**there, **here} if there.get(n) != here.get(n))
-        raise ValueError(
-            f"{os.fspath(path)!r} is of another model: {name!r} is {there.get(name)} there, {here.get(name)} here."
-        )
+        saved: dict[str, Any] = load_archive(path)
+        schema.check(_SHAPE, saved, "checkpoint")
+    except ValueError as error:
+        raise ValueError(f"{name!r} is not a whole checkpoint that Session.save wrote: {error}") from error
     try:
-        groups = [[len(g["params"]) for g in o["param_groups"]] for o in (saved["optimizer"], optimizer.state_dict())]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is damaged: it does not say what its optimizer steps.") from error
-    if groups[0] != groups[1]:
-        raise ValueError(
-            f"{os.fspath(path)!r} is of another optimizer: it has groups of {groups[0]} parameters, not {groups[1]}."
-        )
+        _check_model(saved["model"], model)
+        _check_optimizer(saved["optimizer"], optimizer)
+        if scaler is not None and scaler.is_enabled() and saved["scaler"]:
+            schema.check(dict.fromkeys(scaler.state_dict(), schema.NUMBER), saved["scaler"], "scaler")
+        check_rng_states(saved["random"])
+    except ValueError as error:
+        raise ValueError(f"{name!r} does not fit: {error}") from error
     return saved
+
+
+def _check_model(saved: Mapping[str, Any], model: nn.Module) -> None:
+    there, here = ({name: _kind(value) for name, value in state.items()} for state in (saved, model.state_dict()))
+    for name in {**there, **here}:
+        if there.get(name) != here.get(name):
+            raise ValueError(
+                f"it is of another model: {name!r} is {there.get(name, 'not there')}, here {here.get(name, 'not there')}."
+            )
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
+
+
+def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Groups as they are here; state of parameters that are there, in tensors that fit them for optimizers of torch."""
+    groups, now = saved["param_groups"], optimizer.state_dict()["param_groups"]
+    counts = [[len(group["params"]) for group in each] for each in (groups, now)]
+    if counts[0] != counts[1]:
+        raise ValueError(f"it is of another optimizer: it has groups of {counts[0]} parameters, not {counts[1]}.")
+    for there, here in zip(groups, now, strict=True):
+        for key, value in here.items():
+            if key not in there or not _alike(there[key], value):
+                raise ValueError(
+                    f"it is of another optimizer: its {key!r} is {there.get(key)!r}, which is not like {value!r} here."
+                )
+    params = dict(
+        zip(
+            (number for group in groups for number in group["params"]),
+            (param for group in optimizer.param_groups for param in group["params"]),
+            strict=True,
+        )
+    )
+    known = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+    for number, state in saved["state"].items():
+        if not isinstance(state, dict) or number not in params:
+            raise ValueError(f"its optimizer state {number!r} is of no parameter.")
+        for key, value in state.items():
+            if known and isinstance(value, torch.Tensor) and not _broadcasts(value.shape, params[number].shape):
+                raise ValueError(
+                    f"its optimizer state {key!r} of shape {tuple(value.shape)} does not fit a parameter of shape "
+                    f"{tuple(params[number].shape)}."
+                )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two settings are of one kind. A setting may be None, a number or a tensor of one number alike."""
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    kinds = [
+        int if value is None or isinstance(value, (bool, int, float)) or _is_number(value) else type(value) for value in (a, b)
+    ]
+    return kinds[0] is kinds[1] or a is None or b is None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(mine in (1, its) for mine, its in zip(reversed(shape), reversed(to), strict=False))
 
 
 def fill_(
@@ -103,19 +149,6 @@ def fill_(
     """Give model, optimizer, scaler and random states what a checkpoint holds."""
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    if scaler is not None and saved["scaler"] is not None:
+    if scaler is not None and saved["scaler"]:
         scaler.load_state_dict(saved["scaler"])
     set_rng_states(saved["random"])
-
-
-def check_state(state: Mapping[str, Any], policy: str, params: Collection[str]) -> Selection | None:
-    """Refuse a session's state that is of another format, recipe or model; gives the selection that it holds."""
-    if state.get("format") != FORMAT:
-        raise ValueError(f"not the state of a Pliant session: format is {state.get('format')!r}, expected {FORMAT!r}.")
-    if state["policy"] != policy:
-        raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {policy!r}.")
-    known = {param for unit in state["units"] for param in Unit.from_json(unit).params}
-    missing = sorted(known - set(params))
-    if missing:
-        raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is not trainable here.")
-    return Selection.from_json(state["selection"]) if state["selection"] else None

@@ -358,7 +358,6 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """Everything that decides what is chosen next, in plain types."""
-        budget = {kind: getattr(self.policy.budget, kind) for kind in RESOURCES}
         return {
             "policy": self.policy.name,
             "last": [self._last.step, self._last.round],
@@ -370,7 +369,7 @@ class Controller:
             "values": {unit.name: value for unit, value in self._values.items()},
             "drift": self.drift.state(),
             "feedback": self.feedback.state(),
-            "budget": None if any(callable(amount) for amount in budget.values()) else budget,
+            "budget": self.policy.budget.to_json(),
             "seed": self.policy.seed,
         }
 
@@ -389,4 +388,4 @@ class Controller:
         self.feedback = Feedback.of(state["feedback"])
         self.policy = replace(self.policy, seed=state["seed"])
         if state["budget"] is not None:
-            self.policy = replace(self.policy, budget=Budget(**state["budget"]))
+            self.policy = replace(self.policy, budget=Budget.from_json(state["budget"]))

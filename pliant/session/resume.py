@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
+
+from pliant.core import schema
+from pliant.core.budget import Budget
+from pliant.core.schema import NUMBER, Either
+from pliant.core.types import Selection, Unit
+from pliant.cost.profile import Profile
+from pliant.cost.profile_json import COST
+from pliant.engine.slices.slices import merged
 from pliant.runtime.trainable import check_in_groups
-from pliant.session import checkpoint
 from pliant.session.energy_use import EnergyUse
+from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
+
+FORMAT = "pliant.session/11"
+_MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
+_UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
+_SELECTION = {
+    "units": [_UNIT],
+    "cost": COST,
+    "full": COST,
+    "value": NUMBER,
+    "round": int,
+    "step": int,
+    **dict.fromkeys(("limit", "values", "asked"), _NUMBERS),
+}
+_ROUND = {
+    **dict.fromkeys(("number", "step", "steps", "predicted_bytes", "batch"), int),
+    **dict.fromkeys(("predicted", "full", "seconds"), NUMBER),
+    **dict.fromkeys(("asked", "asked_bytes", "measured_bytes"), _MAYBE_NUMBER),
+}
+_STATE = {
+    "format": str,
+    "step": int,
+    "time": {"elapsed": NUMBER, "spent": {"profiling": NUMBER, "choosing": NUMBER}, "first": _MAYBE_NUMBER},
+    "unread": [NUMBER],
+    "change_seconds": NUMBER,
+    "policy": str,
+    "last": (int, int),
+    "asks_anyway": bool,
+    "units": [_UNIT],
+    "profile": Either(None, dict),
+    "selection": Either(None, _SELECTION),
+    "pending": Either(None, _SELECTION),
+    "values": _NUMBERS,
+    "drift": {"count": int, "then": _NUMBERS, "now": _NUMBERS},
+    "feedback": {
+        "ratio": NUMBER,
+        "peaks": [(NUMBER, NUMBER)],
+        "recent": _MAYBE_NUMBER,
+        "overspent": NUMBER,
+        "waited": int,
+        "corrections": int,
+        "turns": Either(None, {"mine": [NUMBER], "full": [NUMBER]}),
+        "rounds": [_ROUND],
+    },
+    "budget": Either(None, dict),
+    "seed": int,
+    "undo": Either(
+        None, {"params": {str: torch.Tensor}, "buffers": {str: torch.Tensor}, "state": {str: Either(None, {str: Any})}}
+    ),
+    "slices": Either(None, {str: {"dim": int, "index": [int], "state": {str: Any}}}),
+    "norms": Either(None, [str]),
+    "not_captured": Either(None, str),
+    "frozen": [str],
+}
 
 
 def state_of(loop: Loop) -> dict[str, Any]:
@@ -19,7 +81,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
     if loop.laps.is_running:  # a step that the caller's scaler skipped
         loop.record(loop.stepper.end())
     return {
-        "format": checkpoint.FORMAT,
+        "format": FORMAT,
         "step": loop.steps,
         "time": loop.time.state(),
         "unread": loop.laps.peek(),
@@ -63,8 +125,51 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
 
 
 def check(loop: Loop, state: Mapping[str, Any]) -> None:
-    """Refuse a state that does not fit before anything is changed."""
-    selection = checkpoint.check_state(state, loop.policy.name, loop.params)
-    if selection is not None:
+    """Refuse a state that is damaged, or of another format, recipe or model, before anything is changed."""
+    found = state.get("format") if isinstance(state, Mapping) else None
+    if found != FORMAT:
+        raise ValueError(f"not the state of a Pliant session: format is {found!r}, expected {FORMAT!r}.")
+    schema.check(_STATE, state, "state")
+    if state["policy"] != loop.policy.name:
+        raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {loop.policy.name!r}.")
+    try:
+        units = {unit.name: unit for unit in map(Unit.from_json, state["units"])}
+        chosen = [Selection.from_json(state[key]) for key in ("selection", "pending") if state[key]]
+        if state["profile"] is not None:
+            Profile.from_json(state["profile"])
+        if state["budget"] is not None:
+            Budget.from_json(state["budget"])
+        Feedback.of(state["feedback"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this state is damaged: {error}.") from error
+    known = {param for unit in units.values() for param in unit.params} | {p for each in chosen for p in each.params}
+    _check_known("trainable parameter", known, loop.params)
+    _check_known("unit", state["values"], units)
+    _check_known("trainable parameter", state["frozen"], loop.params)
+    for selection in chosen:
         check_in_groups(loop.params, loop.engine.optimizer, selection.params)
         loop.engine.check(selection.parts, loop.engine.optimizer)
+        merged(loop.params, selection.parts)
+    _check_tensors(loop, state, merged(loop.params, chosen[0].parts) if state["selection"] else {})
+
+
+def _check_tensors(loop: Loop, state: Mapping[str, Any], sliced: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
+    """What a state holds of single parameters and buffers must fit them."""
+    params, buffers = dict(loop.model.named_parameters()), dict(loop.model.named_buffers())
+    for kind, here in (("params", params), ("buffers", buffers)) if state["undo"] is not None else ():
+        _check_known("parameter or buffer", state["undo"][kind], here)
+        for name, tensor in state["undo"][kind].items():
+            if tensor.shape != here[name].shape:
+                raise ValueError(
+                    f"this state is of another model: {name!r} is {tuple(tensor.shape)}, not {tuple(here[name].shape)}."
+                )
+    _check_known("parameter", state["undo"]["state"] if state["undo"] is not None else (), params)
+    for name, one in (state["slices"] or {}).items():
+        if sliced.get(name) != (one["dim"], tuple(one["index"])):
+            raise ValueError(f"this state is damaged: it has a slice of {name!r} that is not chosen.")
+
+
+def _check_known(what: str, names: Collection[str], here: Collection[str]) -> None:
+    missing = sorted(set(names) - set(here))
+    if missing:
+        raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is no {what} here.")

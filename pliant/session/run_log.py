@@ -28,13 +28,18 @@ class RunLog:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = path
+        self._has_folder = path is None
         self._steps: list[tuple[int, int, torch.Tensor | None, Callable[[], float]]] = []
+
+    def move(self, path: str | os.PathLike[str] | None) -> None:
+        """Later lines go to this file, and the steps that no file holds yet."""
+        self.path, self._has_folder = path, path is None
 
     def write(self, event: str, **line: Any) -> None:
         """One line, after the steps that came before it."""
         if self.path is not None:
             self.flush()
-            append(self.path, [{"event": event, **line}])
+            self._append([{"event": event, **line}])
 
     def step(self, step: int, round: int, loss: torch.Tensor | None, seconds: Callable[[], float]) -> None:
         """One optimizer step; its loss and its seconds are read later, with those of its neighbours."""
@@ -50,13 +55,17 @@ class RunLog:
             return
         known = [loss.float() for _, _, loss, _ in steps if loss is not None]
         values = iter(torch.stack(known).tolist() if known else [])
-        append(
-            self.path,
-            [
-                {"event": "step", "step": n, "round": r, "loss": None if loss is None else next(values), "seconds": seconds()}
-                for n, r, loss, seconds in steps
-            ],
+        self._append(
+            {"event": "step", "step": n, "round": r, "loss": None if loss is None else next(values), "seconds": seconds()}
+            for n, r, loss, seconds in steps
         )
+
+    def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """The folder is made for the first line. One that is removed or moved later is an error, not made again."""
+        if self.path is None:
+            return
+        append(self.path, lines, make_folder=not self._has_folder)
+        self._has_folder = True
 
     # ------------------------------------------------------------ what a session writes
 
@@ -132,14 +141,14 @@ def _split(profile: Profile, units: Sequence[Unit]) -> dict[str, Any]:
 # ---------------------------------------------------------------- the file
 
 
-def append(path: str | os.PathLike[str], lines: Iterable[Mapping[str, Any]]) -> None:
+def append(path: str | os.PathLike[str], lines: Iterable[Mapping[str, Any]], *, make_folder: bool = True) -> None:
     """Add lines in one write, after cutting off what an interrupted write left behind."""
     content = "".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines).encode()
     if not content:
         return
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target, "a+b") as file:
+    if make_folder:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
         _cut_torn_line(file)
         file.write(content)
 
@@ -162,7 +171,7 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
+                yield json.loads(line.decode("utf-8", "replace"))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{os.fspath(path)!r}, line {number}: not a line of a run log ({error}).") from error
 

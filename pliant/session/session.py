@@ -198,6 +198,15 @@ class Session:
         return {"all": self._loop.time.elapsed, **self._loop.time.spent}
 
     @property
+    def log(self) -> str | os.PathLike[str] | None:
+        """The file of the run log. Another one may be set: later lines go there."""
+        return self._loop.log.path
+
+    @log.setter
+    def log(self, path: str | os.PathLike[str] | None) -> None:
+        self._loop.log.move(path)
+
+    @property
     def budget(self) -> Budget:
         """What a step may cost. May be set at any moment; one that cannot be kept is refused and the old one stays.
 
@@ -289,16 +298,19 @@ class Session:
     def save(self, path: str | os.PathLike[str], beside: Any = None) -> None:
         """Model, optimizer, scaler, session and random states in one file, written aside and then renamed.
 
-        `beside` is whatever of your own belongs with them, in plain types: `load` returns it.
+        `beside` is whatever of your own belongs with them, as tensors and plain types: `load` returns it.
         """
         state = self.state_dict()
         self._loop.log.flush()  # a checkpoint is never ahead of the log
         checkpoint.save(path, self.model, self.optimizer, self.update.scaler, state, beside)
 
     def load(self, path: str | os.PathLike[str]) -> Any:
-        """Go on from a file that `save` wrote, as if the run had never stopped. Returns what was saved `beside`."""
+        """Go on from a file that `save` wrote, as if the run had never stopped. Returns what was saved `beside`.
+
+        A file that is damaged, or of another model, optimizer or recipe, is refused before anything changes.
+        """
         self._check_open()
-        saved = checkpoint.read(path, self.model, self.optimizer)
+        saved = checkpoint.read(path, self.model, self.optimizer, self.update.scaler)
         resume.check(self._loop, saved["session"])
         checkpoint.fill_(saved, self.model, self.optimizer, self.update.scaler)
         self.load_state_dict(saved["session"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,15 @@ PixelStats = tuple[float | Sequence[float], float | Sequence[float]]
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
 _SPLIT_FOLDERS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
+# of a packed set: the kinds of numpy types of each array, and how many dims it has
+_ARRAYS = {
+    "data": ("u", 1),
+    "offset": ("iu", 1),
+    "bits": ("u", 2),
+    "label": ("iub", 1),
+    "classes": ("USiu", 1),
+    "split": ("iub", 1),
+}
 _SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 
 
@@ -173,18 +183,26 @@ def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
             held = {name: archive[name] for name in ("data", "offset", "bits", "label", "classes", "split") if name in archive}
     except FileNotFoundError as error:
         raise ImageError(f"no file {file!r}. Give a packed set of images (.npz).") from error
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, TypeError, AttributeError, MemoryError, SyntaxError) as error:
         raise ImageError(f"{file!r} is not a whole .npz file: {error}. Copy it again.") from error
     if not {"label", "classes"} <= set(held) or not ({"data", "offset"} <= set(held) or "bits" in held):
         raise ImageError(
             f"{file!r} is not a packed set of images: it holds {', '.join(sorted(held)) or 'none of its arrays'}. It needs "
             f"label and classes, and data and offset (JPEG) or bits (drawings)."
         )
+    for name, (kind, dims) in _ARRAYS.items():
+        if name in held and (held[name].ndim != dims or held[name].dtype.kind not in kind):
+            given = f"{name!r} is {held[name].dtype} of shape {held[name].shape}"
+            raise ImageError(
+                f"{file!r} is not a packed set of images: {given}. It should have {dims} dim(s), and a fitting type."
+            )
     if "bits" in held:
+        if not held["bits"].shape[1] or held["bits"].dtype != np.uint8:
+            raise ImageError(f"{file!r} is not a packed set of images: 'bits' are no bytes, or drawings without a pixel.")
         images = _drawn(held["bits"], size)
     else:
         data, offset = held["data"], held["offset"]
-        images = torch.empty(len(offset) - 1, 3, size, size, dtype=torch.uint8)
+        images = torch.empty(max(len(offset) - 1, 0), 3, size, size, dtype=torch.uint8)
         for i, row in enumerate(images):
             jpeg = io.BytesIO(data[offset[i] : offset[i + 1]].tobytes())
             row.copy_(_decoded(jpeg, f"image {i} of {file!r}", size))
@@ -220,7 +238,7 @@ def _decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
     """One image as 3×size×size bytes."""
     pillow = _pillow()
     try:
-        with pillow.Image.open(source) as opened:
+        with _opened(pillow, source) as opened:
             image = pillow.ImageOps.exif_transpose(opened)
             if image.has_transparency_data:
                 clear = image.convert("RGBA")
@@ -230,9 +248,22 @@ def _decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
             image = image.resize(
                 (size, size), pillow.Image.Resampling.BILINEAR
             )  # Pillow widens the filter when it shrinks an image
-    except (OSError, SyntaxError, ValueError, pillow.Image.DecompressionBombError) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        pillow.Image.DecompressionBombError,
+        pillow.Image.DecompressionBombWarning,
+    ) as error:
         raise ImageError(f"{what} cannot be read: {error}. Replace or remove it.") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def _opened(pillow: Any, source: Path | BinaryIO) -> Any:
+    """An image whose size is known and whose pixels are not decoded yet; more of them than Pillow's limit are refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pillow.Image.DecompressionBombWarning)
+        return pillow.Image.open(source)
 
 
 def _drawn(bits: np.ndarray[Any, np.dtype[np.uint8]], size: int) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickle
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +22,7 @@ from pliant.apps.fewshot.prototypes import SCALE, Prototypes, class_means
 from pliant.apps.fewshot.views import Views, required_pixel_stats
 from pliant.core.errors import PliantError
 from pliant.runtime.files import write_aside
+from pliant.runtime.sealed import load_archive, save_archive
 
 CLIP = 1.0
 HELD_OUT = 0.2  # share of the classes
@@ -175,11 +174,9 @@ class _MetaRun:
         return {"model": self.model, "optimizer": self._optimizer, "scheduler": self._scheduler}
 
     def save(self, state: Path) -> None:
-        content = io.BytesIO()
         parts = {name: part.state_dict() for name, part in self._parts().items()}
         results = {"losses": self.losses, "accuracies": self.accuracies, "held_out": vars(self.best)}
-        torch.save({**parts, "settings": self._settings, **results}, content)
-        write_aside(state, content.getvalue())
+        save_archive(state, {**parts, "settings": self._settings, **results})
 
     def load(self, state: Path) -> None:
         saved = read_state(state)
@@ -201,9 +198,9 @@ def read_state(state: Path) -> dict[str, Any]:
     if not state.exists():
         raise ResumeError(f"there is no run to resume: {name!r} does not exist. Leave out resume to start one.")
     try:
-        saved: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, LookupError, ValueError, pickle.UnpicklingError) as error:
-        raise ResumeError(f"{name!r} is not the whole state of a run. Remove it to start again.") from error
+        saved: dict[str, Any] = load_archive(state)
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{name!r} is not the whole state of a run: {error}. Remove it to start again.") from error
     if not isinstance(saved, dict) or not saved.keys() >= _STATE_KEYS:
         raise ResumeError(f"{name!r} is not the state of a run of `pliant meta-train`. Remove it to start again.")
     return saved

@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pliant.apps.models.efficientnet_lite import PIXEL_STATS, EfficientNetLite0, efficientnet_lite0
 from pliant.apps.models.folded import (
@@ -27,6 +29,7 @@ from pliant.apps.models.folded import (
     read_weights,
 )
 from pliant.core.types import nearest
+from pliant.runtime.sealed import seal_tensors
 
 __all__ = [
     "BUILT_IN",
@@ -35,14 +38,19 @@ __all__ = [
     "EfficientNetLite0",
     "FoldedNet",
     "efficientnet_lite0",
+    "is_code",
     "load",
     "load_folded",
     "mcunet_5fps",
     "mobilenet_v2_035",
+    "name_of",
     "proxyless_03",
     "read_weights",
     "weights_of",
 ]
+
+# A model and the file of its weights. What stands before the first @ is a name, never a path.
+_MODEL_AND_FILE = re.compile(r"(?P<model>\w[\w.]*(:[\w.-]+)?)@(?P<file>.+\.safetensors)")
 
 BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "efficientnet_lite0": efficientnet_lite0,
@@ -56,12 +64,16 @@ def load(name: str, classes: int | None = None, pretrained: bool = False) -> nn.
     """A model by name: a built-in one, `timm:NAME`, the result of `package.module:factory`, or a weight file (.safetensors)
     of a training run.
 
-    With `classes`, the last layer has that many outputs; a factory needs an argument `classes` or `num_classes` for it.
-    `pretrained` loads the weights of built-in and timm models; a factory decides on its own weights.
+    A weight file may name a built-in model or one of timm, but no code: for the weights of a factory's model, give both as
+    `package.module:factory@FILE`. With `classes`, the last layer has that many outputs; a factory needs an argument of that
+    name, or `num_classes`, for it. `pretrained` loads the weights of built-in and timm models, not those of factories.
 
     >>> load("efficientnet_lite0", classes=10).classifier.out_features
     10
     """
+    both = _MODEL_AND_FILE.fullmatch(name)
+    if both is not None:
+        return _from_file(both["file"], classes, both["model"])
     if name.endswith(".safetensors"):
         return _from_file(name, classes)
     if name in BUILT_IN:
@@ -74,6 +86,21 @@ def load(name: str, classes: int | None = None, pretrained: bool = False) -> nn.
             f"(.safetensors).{near}"
         )
     return _from_timm(what, classes, pretrained) if where == "timm" else _from_factory(where, what, classes)
+
+
+def is_code(name: str) -> bool:
+    """Whether loading a model of this name runs code that the name chooses: a factory, which no file may name."""
+    both = _MODEL_AND_FILE.fullmatch(name)
+    name = name if both is None else both["model"]
+    return ":" in name and not name.startswith("timm:") and not name.endswith(".safetensors")
+
+
+def name_of(model: str) -> str:
+    """The name that a weight file of this model records: a run that began with a weight file passes its name on."""
+    both = _MODEL_AND_FILE.fullmatch(model)
+    if both is not None:
+        return both["model"]
+    return read_weights(model)[1].get("model", "") if model.endswith(".safetensors") else model
 
 
 def _from_factory(where: str, what: str, classes: int | None) -> nn.Module:
@@ -112,22 +139,28 @@ def _from_timm(what: str, classes: int | None, pretrained: bool) -> nn.Module:
     return model
 
 
-def _from_file(path: str, classes: int | None) -> nn.Module:
-    """The model that a weight file names. With another number of classes, tensors of another shape keep their new values."""
+def _from_file(path: str, classes: int | None, name: str | None = None) -> nn.Module:
+    """The model `name`, or the one that a weight file names, with the weights of the file. With another number of classes,
+    tensors of another shape keep their new values."""
     saved, about = read_weights(path)
     if about.get("format") == "pliant.delta/1":
         raise ValueError(
             f"{path!r} holds only what a run changed. Load it into a model with the weights that the run started from: "
             f"model.load_state_dict(load_file(path), strict=False)."
         )
-    if "arch" in about:
+    if name is None and "arch" in about:
         return folded(about["arch"], saved, path, classes)
-    name = about.get("model") or next((n for n, make in BUILT_IN.items() if set(make().state_dict()) == set(saved)), None)
+    given, name = name, name or about.get("model") or next((n for n, make in BUILT_IN.items() if _fits(make, saved)), None)
     if name is None:
         raise ValueError(
             f"{path!r} does not name its model, and it fits none of {', '.join(BUILT_IN)}. Load it into its model yourself."
         )
-    saved_classes = int(about["classes"]) if "classes" in about else None
+    if given is None and name not in BUILT_IN and not name.startswith("timm:"):
+        raise ValueError(
+            f"{path!r} is of the model {name!r}, which is not built in, and a file may not choose the code that runs. If you "
+            f"trust that code, give both: {name}@{path}"
+        )
+    saved_classes = _classes(about, saved)
     model = load(name, classes if classes is not None else saved_classes)
     here = {key: tensor.shape for key, tensor in model.state_dict().items()}
     if set(here) != set(saved):
@@ -143,6 +176,18 @@ def _from_file(path: str, classes: int | None) -> nn.Module:
     return model
 
 
+def _fits(make: Callable[..., nn.Module], saved: Mapping[str, Tensor]) -> bool:
+    with torch.device("meta"):
+        return set(make().state_dict()) == set(saved)
+
+
+def _classes(about: Mapping[str, str], saved: Mapping[str, Tensor]) -> int | None:
+    """The number of classes that a weight file names; some tensor of it has as many rows."""
+    named = about.get("classes", "")
+    rows = {str(tensor.shape[0]) for tensor in saved.values() if tensor.dim()}
+    return int(named) if named in rows else None
+
+
 def weights_of(model: nn.Module, also: Mapping[str, str] | None = None) -> bytes:
     """A weight file (safetensors) as bytes. `load` reads that of a built-in network; `load_state_dict` takes any. `also` goes
     into its metadata."""
@@ -153,4 +198,5 @@ def weights_of(model: nn.Module, also: Mapping[str, str] | None = None) -> bytes
         about["arch"] = json.dumps(model.arch)
     elif isinstance(model, EfficientNetLite0):
         about |= {"model": "efficientnet_lite0", "classes": str(model.classifier.out_features)}
-    return save({name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}, about)
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+    return seal_tensors(save(weights, about))

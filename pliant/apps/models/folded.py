@@ -13,15 +13,21 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from pliant.core import schema
+from pliant.runtime.sealed import check_tensors
 
 FOLDED_PIXEL_STATS = (0.5, 0.5)
 """Mean and standard deviation of pixels in 0…1, the same for all three channels."""
 
 STEM = 16  # channels before the first block
+_TABLE = {"stem": [int], "blocks": [(int, int, int, int, int, bool, bool)], "feat": int, "classes": int}
 
 BlockRow = tuple[int, int, int, int]  # kernel, stride, channels inside, channels out
 
@@ -163,17 +169,24 @@ def load_folded(path: str | os.PathLike[str]) -> FoldedNet:
 def folded(arch: str, state: Mapping[str, Tensor], path: str | os.PathLike[str], classes: int | None = None) -> FoldedNet:
     """The network of an architecture in JSON with these weights, which come from the file `path`. With another number of
     `classes` the classifier is new."""
-    table = json.loads(arch)
-    rows = [(kernel, stride, wide, out) for _, wide, out, kernel, stride, _, _ in table["blocks"]]
-    model = FoldedNet(rows, table["classes"], stem=table["stem"][1])
-    if model.arch != table:
+    saved = {_renamed(name): value for name, value in state.items()}
+    try:
+        table = json.loads(arch)
+        schema.check(_TABLE, table, "arch")
+        rows = [(kernel, stride, wide, out) for _, wide, out, kernel, stride, _, _ in table["blocks"]]
+        with torch.device("meta"):  # it may be of any size
+            sketch = FoldedNet(rows, table["classes"], stem=table["stem"][1])
+    except (ValueError, RuntimeError, ZeroDivisionError, RecursionError, OverflowError) as error:
+        raise ValueError(f"{os.fspath(path)!r} has no table of blocks that can be read: {error}") from error
+    if sketch.arch != table:
         raise ValueError(
             f"{os.fspath(path)!r} holds another kind of network: its blocks are not inverted-residual blocks like these."
         )
-    try:
-        model.load_state_dict({_renamed(name): value for name, value in state.items()})
-    except RuntimeError as error:
-        raise ValueError(f"the weights in {os.fspath(path)!r} do not fit its table of blocks: {error}") from error
+    shapes = {name: value.shape for name, value in sketch.state_dict().items()}
+    if shapes != {name: value.shape for name, value in saved.items()}:
+        raise ValueError(f"the weights in {os.fspath(path)!r} do not fit its table of blocks.")
+    model = FoldedNet(rows, table["classes"], stem=table["stem"][1])
+    model.load_state_dict(saved)
     if classes is not None and classes != table["classes"]:
         model.classifier = _classifier(table["feat"], classes)
     return model
@@ -181,14 +194,15 @@ def folded(arch: str, state: Mapping[str, Tensor], path: str | os.PathLike[str],
 
 def read_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a safetensors file and its metadata; an int8 tensor with a `.scale` becomes float32."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
     try:
-        with safe_open(os.fspath(path), "pt") as file:
-            held, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+        content = Path(path).read_bytes()
+        held, metadata = load(content), check_tensors(content)
     except FileNotFoundError:
         raise ValueError(f"no file {os.fspath(path)!r}: give a weight file (.safetensors).") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a whole safetensors file: {error}. Copy it again.") from error
     scales = {name for name in held if name.endswith(".scale") and name.removesuffix(".scale") in held}
     out = {}

@@ -61,12 +61,14 @@ class Tail:
         except OSError as error:
             self._forget()
             raise LogError(f"{where!r} cannot be read: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            self._forget()
-            raise LogError(f"{where!r} is not a run log: it holds no text. Give a file that Session(log=…) writes.") from error
         except (ValueError, RecursionError) as error:  # not JSON
             self._forget()
             raise LogError(f"{where!r} is not a run log: {error}") from error
+        if not self._collected.count and self._collected.skipped:
+            first = self._collected.skipped[0]
+            raise LogError(
+                f"{where!r} is not a run log: it holds no text of one (line {first}). Give a file that Session(log=…) writes."
+            )
         if not self._collected.count:
             state = "holds no whole line" if torn else "is empty"
             raise LogError(f"{where!r} {state}: the run has logged nothing yet. Try again after its first step.")
@@ -86,10 +88,9 @@ class Tail:
                 if not line.endswith(b"\n"):
                     return True
                 try:
-                    event = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"line {self._collected.count + 1}: not a line of a run log ({error}).") from error
-                self._collected.see(event)
+                    self._collected.see(_event(line))
+                except json.JSONDecodeError:
+                    self._collected.skip()
                 self._read += len(line)
                 self._last = line
         return False
@@ -98,6 +99,14 @@ class Tail:
         """Whether the last line that was read is still at the same place."""
         file.seek(self._read - len(self._last))
         return file.read(len(self._last)) == self._last
+
+
+def _event(line: bytes) -> Any:
+    """A line as data; a character that is damaged is replaced by one that says so."""
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError:
+        return json.loads(line.decode("utf-8", "replace"))
 
 
 def named(runs: Iterable[Run]) -> list[Run]:
@@ -125,11 +134,16 @@ class Lines:
 
     def __init__(self, where: str) -> None:
         self.count = 0
+        self.skipped: list[int] = []  # numbers of damaged lines
         self._where = where
         self._starts = 0
         self._reading = _Reading()
         self._has_choice = self._has_event = False  # a line about what was chosen; any event
         self._wrong: LogError | None = None
+
+    def skip(self) -> None:
+        """A line that is no JSON: something damaged the file, and the other lines count."""
+        self.skipped.append(self.count + len(self.skipped) + 1)
 
     def see(self, line: Any) -> None:
         self.count += 1
@@ -146,7 +160,9 @@ class Lines:
             self._reading.see(line)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            self._wrong = LogError(f"{self._where!r}, line {self.count}: not a line of a run log ({reason}).")
+            self._wrong = LogError(
+                f"{self._where!r}, line {self.count + len(self.skipped)}: not a line of a run log ({reason})."
+            )
             self._wrong.__cause__ = error
 
     def run(self, name: str) -> Run:
@@ -160,7 +176,10 @@ class Lines:
             )
         if self._wrong is not None:
             raise self._wrong
-        return replace(self._reading.run(), name=name, earlier=max(self._starts - 1, 0))
+        run = self._reading.run()
+        at = run.steps[-1].number if run.steps else 0
+        damaged = tuple((at, f"line {number} of the log is damaged and was left out") for number in self.skipped)
+        return replace(run, name=name, earlier=max(self._starts - 1, 0), notes=(*run.notes, *damaged))
 
 
 class _Reading:

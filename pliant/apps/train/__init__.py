@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -54,8 +54,7 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
         )
     tasks.check_names(options.recipe, task.model)
     out = options.out or os.fspath(run_folder.unused(f"{Path(options.data).stem}-{policy.name}"))
-    saved = {name: value for name, value in asdict(options).items() if name not in ("out", "resume")}
-    with run_folder.claimed(out, saved, options.resume) as folder, tensorboard(options.log_to, folder) as also:
+    with run_folder.claimed(out, options.to_json(), options.resume) as folder, tensorboard(options.log_to, folder) as also:
         listeners = [listener for listener in (on_status, also) if listener is not None]
         session = tasks.session(
             task,
@@ -85,7 +84,7 @@ def _check_same(options: Options) -> None:
     """Refuse to resume a run with options that would make it another run."""
     if options.out is None:
         raise TaskError("resume needs to know which run: give its folder with out (--out).")
-    began = Options.of_run(options.out)
+    began = Options.of(run_folder.options_of(options.out), f"the run in {options.out!r}")
     for field in fields(options):
         now, then = getattr(options, field.name), getattr(began, field.name)
         if now != then and not field.metadata["may_change"]:

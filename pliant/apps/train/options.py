@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from pliant.apps import run_folder
+from pliant.apps import models, run_folder
 from pliant.apps.tasks import RECIPES, TaskError
 from pliant.core.types import nearest
 from pliant.engine import modes
@@ -26,6 +26,15 @@ def _option(default: Any, help: str, *, least: int | None = None, unset: str = "
     return field(default=default, metadata={"help": help, "least": least, "unset": unset, "may_change": may_change})
 
 
+def check_no_code(model: Any, where: str) -> None:
+    """Refuse a model that a file names and that is made by code."""
+    if isinstance(model, str) and models.is_code(model):
+        raise TaskError(
+            f"{where} names the model {model!r}, and a file may not choose the code that runs. If you trust that code, give it "
+            f"yourself: --model {model}"
+        )
+
+
 @dataclass(frozen=True)
 class Options:
     """What to train, on which data, how, and where the results go. This is the one list of options.
@@ -37,7 +46,8 @@ class Options:
     """
 
     model: str = _option(
-        "efficientnet_lite0", "efficientnet_lite0, timm:NAME, package.module:factory, or a .safetensors file of an earlier run."
+        "efficientnet_lite0",
+        "efficientnet_lite0, timm:NAME, package.module:factory, a .safetensors file of an earlier run, or factory@file.",
     )
     data: str = _option("digits", "A folder with one folder of images per class, a packed .npz set, or digits.")
     recipe: str = _option("pliant", f"What to train: {', '.join(RECIPES)}. only:GLOB,GLOB trains the layers that match.")
@@ -94,10 +104,20 @@ class Options:
                 raise TaskError(f"{where} has no option {name!r} to set.{nearest(name, known)}")
         return cls(**given)
 
+    def to_json(self) -> dict[str, Any]:
+        """Those that a run begins with, as `of_run` reads them."""
+        return {name: value for name, value in asdict(self).items() if name not in ("out", "resume")}
+
     @classmethod
-    def of_run(cls, out: str | os.PathLike[str]) -> Options:
-        """The options that the run in this folder began with, to resume it."""
-        return cls.of({**run_folder.options_of(out), "out": os.fspath(out), "resume": True}, f"the run in {os.fspath(out)!r}")
+    def of_run(cls, out: str | os.PathLike[str], given: Mapping[str, Any] | None = None) -> Options:
+        """The options that the run in this folder began with, to resume it, and others that are `given` now.
+
+        A file may not choose the code that runs: where the model is made by a factory, it must be given again.
+        """
+        where, began = os.fspath(out), run_folder.options_of(out)
+        if not (given and "model" in given):
+            check_no_code(began.get("model"), f"the run in {where!r}")
+        return cls.of({**began, "out": where, "resume": True, **(given or {})}, f"the run in {where!r}")
 
 
 @dataclass(frozen=True)

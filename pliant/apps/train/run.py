@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
 import os
 import threading
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pliant.apps import models, tasks
+from pliant.apps import models, run_folder, tasks
 from pliant.apps.layer_report import PendingReport
 from pliant.apps.run_folder import Folder, FolderError
 from pliant.apps.tasks import Task
@@ -45,7 +47,7 @@ class TrainingRun:
         listeners: list[OnStatus],
     ) -> None:
         self.options, self.task, self.folder, self.session, self.spent = options, task, folder, session, spent
-        self.listeners, self.model_name = listeners, _model_name(options.model)
+        self.listeners, self.model_name = listeners, models.name_of(options.model)
         self.steps: int = session.total_steps or 0
         self.steps_per_epoch: int = session.steps_per_epoch or 1
         self.evaluate_every = options.evaluate_every or self.steps_per_epoch
@@ -60,6 +62,14 @@ class TrainingRun:
         return max(self.evaluations, key=lambda e: (_finite(e), e.accuracy, -e.step))
 
     def train(self) -> Result:
+        try:
+            return self._train()
+        except OSError as error:
+            if self.folder.is_there:
+                raise
+            raise FolderError(self.rescue()) from error
+
+    def _train(self) -> Result:
         if self.options.resume and self.folder.state.exists():
             self.resume()
         else:
@@ -87,7 +97,7 @@ class TrainingRun:
             absent = [name for name, count in zip(self.task.classes, counts, strict=True) if not count]
             if absent:
                 warning = f"warning: no image {purpose} of {', '.join(map(repr, absent))}"
-                run_log.append(self.folder.log, [{"event": "note", "step": 0, "text": warning}])
+                run_log.append(self.folder.log, [{"event": "note", "step": 0, "text": warning}], make_folder=False)
                 self.report_status(None, warning)
 
     def resume(self) -> None:
@@ -99,6 +109,9 @@ class TrainingRun:
             what = error if isinstance(error, ValueError) else f"{os.fspath(self.folder.state)!r} is damaged ({error!r})."
             raise FolderError(f"{os.fspath(self.folder.path)!r} cannot be resumed: {what}") from error
         self.first_step = self.session.progress.step
+        if not self.folder.best.exists():  # it was in a folder that is gone
+            self.evaluations = self.evaluations[:1]
+            self.report_status(None, "best.safetensors is missing: the best weights from here on are kept")
         self.report_status(None, f"resumed at step {self.session.progress.step} of {self.steps}")
 
     def set_learning_rate_(self, step: int) -> None:
@@ -107,9 +120,10 @@ class TrainingRun:
 
     def after_step(self, now: Progress, loss: torch.Tensor, stop: threading.Event) -> None:
         self.set_learning_rate_(now.step)
+        self.check_folder()
         if self.roofline is not None:
             with self.spent.paused():
-                run_log.append(self.folder.log, [self.roofline.event()])
+                run_log.append(self.folder.log, [self.roofline.event()], make_folder=False)
                 self.roofline = None
         due = now.step % self.evaluate_every == 0 or now.step == self.steps
         if due:
@@ -128,8 +142,8 @@ class TrainingRun:
             accuracy, loss = tasks.judge(self.task.model, self.task.validation)
             self.evaluations.append(Evaluation(step, accuracy, loss, self.spent.seconds))
             line = {"event": "evaluated", "step": step, "split": "validation", "accuracy": accuracy, "loss": loss}
-            run_log.append(self.folder.log, [{**line, "seconds": self.spent.seconds}])
-            if self.best is self.evaluations[-1]:
+            run_log.append(self.folder.log, [{**line, "seconds": self.spent.seconds}], make_folder=False)
+            if self.best is self.evaluations[-1] or not self.folder.best.exists():
                 self.write_weights(self.folder.best)
 
     def save(self) -> None:
@@ -144,6 +158,27 @@ class TrainingRun:
             self.write_weights(self.folder.last)
             self.saved_at = time.monotonic()
 
+    def check_folder(self) -> None:
+        if not self.folder.is_there:
+            raise FileNotFoundError(errno.ENOENT, "the folder of the run is gone", os.fspath(self.folder.path))
+
+    def rescue(self) -> str:
+        """Save what can be saved of a run whose folder was removed or moved; says where it is."""
+        old, step = self.folder.path, self.session.progress.step
+        said = f"the folder {os.fspath(old)!r} of this run was removed, moved or replaced while it ran."
+        if not step:
+            return f"{said} Nothing was trained yet: start it again."
+        try:
+            with run_folder.locked(run_folder.unused(old.name, old.parent)) as self.folder:
+                run_folder.write_options(self.folder, self.options.to_json())
+                self.session.log = self.folder.log
+                self.save()
+        except (OSError, RuntimeError) as error:
+            return f"{said} The run could not be saved elsewhere: {error}"
+        new = os.fspath(self.folder.path)
+        best = f" The best weights, of step {self.best.step}, were in the old folder." if self.best.step != step else ""
+        return f"{said} Everything up to step {step} is saved in {new!r}: continue with --resume --out {new}.{best}"
+
     def write_weights(self, path: Path) -> None:
         """Write all weights, or with `delta` those that differ from the start."""
         kind = "delta" if self.options.delta else "weights"
@@ -151,13 +186,13 @@ class TrainingRun:
             "format": f"pliant.{kind}/1",
             "model": self.model_name,
             "classes": str(len(self.task.classes)),
-            "names": "\n".join(self.task.classes),
+            "names": json.dumps(self.task.classes),
             "step": str(self.session.progress.step),
         }
         if self.options.delta:
             checkpoint.save_tensors(path, self.session.delta(), metadata)
         else:
-            write_aside(path, checkpoint.in_order(models.weights_of(self.task.model, metadata)))
+            write_aside(path, models.weights_of(self.task.model, metadata))
 
     def finish(self) -> Result:
         first, last = self.evaluations[0], self.evaluations[-1]
@@ -174,6 +209,7 @@ class TrainingRun:
             best = f"; best.safetensors, of step {self.best.step}, has {self.best.accuracy:.1%}" if self.best.step else ""
             self.report_status(None, f"{why}: {done}{best}")
         full = self.session.profile.full.seconds
+        self.check_folder()
         return Result(
             out=os.fspath(self.folder.path),
             options=self.options,
@@ -247,11 +283,6 @@ class PendingRoofline:
             return {"event": "roofline", **self._report.finish(self._session.profile).to_json()}
         except (RuntimeError, ValueError) as error:
             return {"event": "roofline", "why": f"the device's peaks could not be measured: {error}"}
-
-
-def _model_name(model: str) -> str:
-    """The name that a weight file records; a run that began with a weight file passes its name on."""
-    return models.read_weights(model)[1].get("model", "") if model.endswith(".safetensors") else model
 
 
 def _finite(evaluation: Evaluation) -> bool:

@@ -44,7 +44,7 @@ class Slices:
 
         Parts of one parameter are merged. A parameter whose parts cover it is trained as usual.
         """
-        self._slices = {name: _Slice(name, params[name], dim, index) for name, (dim, index) in _merged(params, parts).items()}
+        self._slices = {name: _Slice(name, params[name], dim, index) for name, (dim, index) in merged(params, parts).items()}
         self._by_id = {id(one.param): one for one in self._slices.values()}
         self._state: dict[str, dict[str, Any]] = {}
         for one in self._slices.values():
@@ -225,7 +225,7 @@ class Slices:
             self._state[name] = mine
 
 
-def _merged(params: Mapping[str, nn.Parameter], parts: Iterable[Part]) -> dict[str, tuple[int, tuple[int, ...]]]:
+def merged(params: Mapping[str, nn.Parameter], parts: Iterable[Part]) -> dict[str, tuple[int, tuple[int, ...]]]:
     """The union of the parts of each parameter; parameters that are trained whole are left out."""
     found: dict[str, dict[int, set[int]]] = {}
     whole = set()
