@@ -40,8 +40,10 @@ _PROFILE = {
     "spared": NUMBER,
     "other_seconds": [NUMBER],
     "shapes": {str: [int]},
+    "transposed": [str],
     "watts": _MAYBE_NUMBER,
 }
+_ADDED: dict[str, Any] = {"transposed": [], "watts": None}  # later: an older profile has none
 
 
 def to_json(profile: Any) -> dict[str, Any]:
@@ -70,6 +72,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
     found = data.get("format") if isinstance(data, Mapping) else None
     if found != _FORMAT:
         raise ValueError(f"not a Pliant profile: format is {found!r}, expected {_FORMAT!r}")
+    data = {**_ADDED, **data}
     schema.check(_PROFILE, data, "profile")
     return {
         "charges": tuple(_charge_of(charge) for charge in data["charges"]),
@@ -85,8 +88,8 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
         "shapes": {name: tuple(shape) for name, shape in data["shapes"].items()},
         "spared": data["spared"],
         "other_seconds": tuple(data["other_seconds"]),
-        "transposed": tuple(data.get("transposed", ())),
-        "watts": data.get("watts"),
+        "transposed": tuple(data["transposed"]),
+        "watts": data["watts"],
     }
 
 
