@@ -249,8 +249,9 @@ def origin(model: nn.Module, batch: Any, update: Update | None = None, norm: Nor
 
 
 def _facts(graph: Graph) -> dict[str, Any]:
-    """What a run must know of a loss: with respect to what it differentiates, if it does."""
-    return {"differentiates": "parameters" if graph.all_trainable else "data"} if graph.differentiates else {}
+    """What a run must know of a loss: with respect to what it differentiates, and how often it was read, if it may vary."""
+    readings = {"readings": 1} if graph.may_vary else {}
+    return readings | ({"differentiates": "parameters" if graph.all_trainable else "data"} if graph.differentiates else {})
 
 
 def _settled(model: nn.Module, loss: Loss, batch: Any, norm: NormRule) -> NormRule:

@@ -13,12 +13,14 @@ from pliant.engine.slices.slices import Sliced, Slices
 from pliant.runtime.compiled import eager
 
 
-def around_forward(mode: Mode, slices: Slices | None = None, swaps: bool = False) -> AbstractContextManager[Any]:
+def around_forward(
+    mode: Mode, slices: Slices | None = None, swaps: bool = False, eagerly: bool = False
+) -> AbstractContextManager[Any]:
     """The context of a forward pass in this mode; with `swaps`, custom kernels replace slow convolutions.
 
-    Compiled code runs eagerly, but in plain steps: it would hide from the engine what it computes.
+    Compiled code runs eagerly, since it would hide from the engine what it computes; in plain steps, with `eagerly` alone.
     """
-    if mode == Mode() and slices is None and not swaps:
+    if mode == Mode() and slices is None and not swaps and not eagerly:
         return nullcontext()
     inside: AbstractContextManager[Any] = nullcontext()
     if mode.lean:

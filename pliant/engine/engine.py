@@ -124,7 +124,7 @@ class Engine:
         if self._update.reads_gradients:
             return f"{'on_nan' if self._update.scaler is None else 'a GradScaler'} reads every step's gradients"
         if "readings" in self.origin:
-            return "which layers run is random"
+            return "which layers run may be random"
         sliced = self.units_are_sliced or self.slices is not None
         return "channels are chosen" if sliced else self._graphs.refusal
 
@@ -371,7 +371,7 @@ class Engine:
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of a forward pass; call `after` with what it gave when the pass is done."""
-        return around_forward(self.mode, self.slices, self._swaps)
+        return around_forward(self.mode, self.slices, self._swaps, self._compiled.goes_stale)
 
     def after(self, inside: Any) -> None:
         """Remember what the lean engine could not do."""
@@ -390,7 +390,7 @@ class Engine:
         self.release()
         if self.slices is not None:
             self.slices.zero_grad()
-        if self.mode.lean or self.slices is not None:
+        if self.mode.lean or self.slices is not None or self._compiled.goes_stale:
             self._own_loop = CallersStep(self._model, self.optimizer, self)
 
     def release(self) -> None:

@@ -105,8 +105,8 @@ class Graph:
     `differentiates` says whether the loss itself calls autograd, as a gradient penalty does, and `all_trainable` whether it
     does so with respect to parameters: then it fails where one is frozen.
 
-    Some models leave out layers at random. Then `seed` is what random numbers started from, and `others` are readings of other
-    graphs, each from a seed of its own.
+    `seed` is what random numbers started from, where the pass draws any. Some models leave out layers at random: this one
+    `may_vary` if it draws numbers in Python or `reads_values` of tensors. `others` are other graphs, each with a seed.
     """
 
     nodes: tuple[Node, ...]
@@ -123,6 +123,8 @@ class Graph:
     differentiates: bool = False
     all_trainable: bool = False
     seed: int | None = None
+    reads_values: bool = False
+    may_vary: bool = False
     others: tuple[Graph, ...] = ()
 
     @property
@@ -326,6 +328,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         again=again,
         differentiates=differentiates,
         all_trainable=differentiates and _needs_all(model, loss, batch),
+        reads_values=trace.reads_values,
     )
 
 

@@ -92,6 +92,7 @@ class ForwardTrace:
         self._lifetimes: list[_Lifetime] = []
         self._in_memory: dict[int, _Lifetime] = {}  # by the key of the storage
         self.operations = 0  # so far
+        self.reads_values = False  # whether Python looks at a number in a tensor, and could decide by it what runs
 
     def __enter__(self) -> ForwardTrace:
         self._handles: list[Any] = []
@@ -292,6 +293,7 @@ class _OperationRecorder(TorchDispatchMode):
             executed = _Executed(plain, forward_macs(name, args, first), first.numel(), made, moved)
             self.trace.executed.setdefault(next_sequence_number() - 1, []).append(executed)
         self.trace.used(touched, is_copy=func is torch.ops.aten.clone.default)
+        self.trace.reads_values |= func is torch.ops.aten._local_scalar_dense.default
         self.trace.operations += 1
         return out
 

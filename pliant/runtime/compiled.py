@@ -8,10 +8,12 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch import nn
 
 _lock = Lock()
 _users = 0  # of `eager`, in all threads
 _stance: Any = None
+_notices: bool | None = None  # see `notices_frozen_parameters`; None: not tried yet
 
 
 @contextmanager
@@ -35,3 +37,19 @@ def eager() -> Iterator[None]:
             _users -= 1
             if not _users:
                 _stance.__exit__(None, None, None)
+
+
+def notices_frozen_parameters() -> bool:
+    """Whether PyTorch compiles anew where a parameter was frozen, or is no longer.
+
+    PyTorch 2.11 does not: its compiled code goes on with the gradients that were asked for when it was compiled.
+    """
+    global _notices
+    with _lock:
+        if _notices is None and not _users:
+            layer, x = nn.Linear(1, 1).requires_grad_(False), torch.zeros(1, 1)
+            compiled = torch.compile(layer, backend="aot_eager")
+            compiled(x)
+            layer.requires_grad_(True)
+            _notices = bool(compiled(x).requires_grad)
+        return bool(_notices)
