@@ -433,7 +433,7 @@ def run(names: list[str], jobs: int) -> Iterator[dict[str, Any]]:
         while waiting or running:
             while waiting and len(running) < jobs:
                 name = waiting.pop(0)
-                if ROWS[name].missing:
+                if ROWS[name].missing and lacks_operators():
                     yield {"row": name, "left out": ROWS[name].missing}
                 else:
                     running[name] = started(name, folder)

@@ -93,6 +93,11 @@ def declare_torchvision() -> None:
             _declared[0].define(f"{name}(Tensor x) -> Tensor")
 
 
+def lacks_operators() -> bool:
+    """Whether torchvision's operators are only declared."""
+    return bool(_declared)
+
+
 # ---------------------------------------------------------------- losses and batches
 
 
