@@ -50,7 +50,7 @@ from typing import Any
 import numpy as np
 import record
 import torch
-from foreign_models import DIFFERENTIATE, ROWS, TEN, Case, Row, declare_torchvision
+from foreign_models import DIFFERENTIATE, ROWS, TEN, Case, Row, declare_torchvision, lacks_operators
 from pliant.runlog import read as read_log
 from torch import nn
 
@@ -455,7 +455,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     lines = ["### By package", "", "| package | rows | pass every check |", "|---|---|---|"]
     for package, count in Counter(c["row"].split("/")[0] for c in ran).items():
         lines.append(f"| {package} | {count} | {sum(name.startswith(package + '/') for name in passed)} |")
-    lines += [f"| all | {len(ran)} | {len(passed)} ({100 * len(passed) / max(len(ran), 1):.0f} %) |", ""]
+    lines += [f"| all | {len(ran)} | {len(passed)} ({100 * len(passed) / max(len(ran), 1):.1f} %) |", ""]
     lines += ["### What does not work", "", "| row | check | why |", "|---|---|---|"]
     for c in ran:
         lines += [f"| {c['row']} | {name} | {_cell(reason)} |" for name, reason in c["reasons"].items()]

@@ -182,7 +182,9 @@ def vision_detector(name: str, pixels: int, **how: Any) -> Case:
 
     model = getattr(models.detection, name)(weights=None, weights_backbone=None, num_classes=CLASSES, **how)
     boxes = torch.tensor([[4.0, 4.0, 30.0, 28.0], [10.0, 12.0, 40.0, 44.0]])
-    targets = [{"boxes": boxes + i, "labels": torch.tensor([1, 2])} for i in range(2)]
+    masks = torch.zeros(2, pixels, pixels, dtype=torch.uint8)
+    masks[:, 10:30, 10:30] = 1
+    targets = [{"boxes": boxes + i, "labels": torch.tensor([1, 2]), "masks": masks} for i in range(2)]
     return Case(model, (torch.rand(2, 3, pixels, pixels), targets), of_detector)
 
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -109,15 +110,22 @@ def _with_gradients(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _is_finite(params: Sequence[nn.Parameter]) -> bool:
     """Whether all gradients are finite. Their norms tell, which take least time, unless large numbers make one overflow."""
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-    found = [norm.isfinite() for norm in norms(grads)]
-    if not found or bool(torch.stack([one.to(found[0].device) for one in found]).all()):
+    found = norms(grads)
+    if len({norm.device for norm in found}) > 1:
+        found = [norm.cpu() for norm in found]
+    if not found or bool(torch.stack(found).isfinite().all()):
         return True
     return all(bool(grad.isfinite().all()) for grad in grads)
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step cannot be taken without a function that evaluates the loss, as that of LBFGS."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return _needs_closure(type(optimizer))
+
+
+@cache
+def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
