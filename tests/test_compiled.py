@@ -235,6 +235,16 @@ def test_compiled_code_may_take_steps() -> None:
     session.close()
 
 
+def test_to_look_whether_flags_are_noticed_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pliant.runtime.compiled._notices", None)
+    state = torch.get_rng_state()
+    known = notices_frozen_parameters()
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr("pliant.runtime.compiled._notices", None)
+    with torch.no_grad():
+        assert notices_frozen_parameters() == known
+
+
 def test_threads_that_end_in_another_order_leave_compiled_code_compiled() -> None:
     runs: Counter[str] = Counter()
     square = torch.compile(lambda x: x * x, backend=counting(runs))

@@ -255,7 +255,7 @@ def test_a_batch_that_requires_a_gradient_gets_none() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(6, 8, requires_grad=True)
     session = Session(model, sgd(model), policy=recipes.full(), loss=mean_square)
     session.step(x)
-    assert x.grad is None and "loop of your own" in session.why_not["input gradients"]
+    assert x.grad is None and "your own loop" in session.why_not["input gradients"]
     session.before_step(x)
     mean_square(model, x).backward()
     assert x.grad is not None
@@ -420,3 +420,48 @@ def test_a_resumed_run_knows_what_was_found(make: Callable[[], nn.Module], loss:
     rest.load(tmp_path / "state.pt")
     assert first + [rest.step(batch).item() for batch in batches[2:]] == losses
     assert rest.why_not == whole.why_not
+
+
+# ---------------------------------------------------------------- found in a review
+
+
+def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    value = mean_square(model, x)
+    grads = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+    return value + sum(grad.square().sum() for grad in grads)
+
+
+def test_lbfgs_moves_only_what_is_chosen_where_nothing_is_frozen() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(5, 4)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with Session(model, torch.optim.LBFGS(model.parameters()), penalised, recipes.head()) as session:
+        session.step(x)
+        chosen = session.selection.params
+    assert {name for name, param in model.named_parameters() if not torch.equal(param, before[name])} <= chosen
+
+
+def test_a_given_profile_does_not_hide_that_the_loss_differentiates() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(5, 4)
+    profile = measure.timed(model, sgd(model), mean_square, x, repeats=1)
+    with Session(model, sgd(model), penalised, recipes.head(), profile=profile) as session:
+        session.step(x)
+        assert session.profile.origin["differentiates"] == "parameters"
+
+
+def test_a_parameter_of_the_loss_may_come_later() -> None:
+    torch.manual_seed(0)
+    model, x, weight = nn.Linear(4, 2), torch.randn(5, 4, requires_grad=True), nn.Parameter(torch.zeros(()))
+    steps = []
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        value = mean_square(model, x)
+        return value - weight if len(steps) > 1 else value
+
+    optimizer = torch.optim.SGD([*model.parameters(), weight], 0.1)
+    with Session(model, optimizer, loss, recipes.full()) as session:
+        for _ in range(4):
+            session.step(x)
+            steps.append(1)
+    assert float(weight.detach()) > 0

@@ -118,3 +118,33 @@ def test_a_probe_without_a_finite_gradient_is_none() -> None:
         pytest.raises(ProbeError, match="finite, but no gradient is"),
     ):
         session.step(BAD)
+
+
+def test_a_scaler_that_is_switched_off_does_not_hide_them() -> None:
+    with opened(net(), scaler=torch.amp.GradScaler("cpu", enabled=False), on_nan="raise") as session:
+        session.step(GOOD)
+        with pytest.raises(FloatingPointError, match="not finite"):
+            session.step(BAD)
+
+
+def test_a_norm_that_overflows_is_no_reason_to_skip() -> None:
+    """Clipping makes zeros of such gradients, as in plain PyTorch."""
+    update, layer = Update(clip=1.0), nn.Linear(2, 1, bias=False)
+    layer.weight.grad = torch.full_like(layer.weight, 3e38)
+    assert update.step(torch.optim.SGD(layer.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("on_nan", [None, "skip", "raise"])
+def test_optimizers_that_evaluate_the_loss_themselves_skip_them_too(on_nan: Any) -> None:
+    model = net()
+    with Session(model, torch.optim.LBFGS(model.parameters(), 0.1), loss, recipes.full(), on_nan=on_nan) as session:
+        session.step(GOOD)
+        before = [param.detach().clone() for param in model.parameters()]
+        if on_nan == "raise":
+            with pytest.raises(FloatingPointError, match="not finite"):
+                session.step(BAD)
+        else:
+            session.step(BAD)
+        assert all(map(torch.equal, model.parameters(), before))
+        session.step(GOOD)
+        assert not torch.equal(next(model.parameters()), before[0])

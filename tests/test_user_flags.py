@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pliant import Policy, Session, measure, recipes, schedule, score, solve, units
+from pliant import Budget, Policy, Session, measure, recipes, schedule, score, solve, units
 
 
 def net() -> nn.Module:
@@ -103,3 +104,63 @@ def test_a_resumed_run_keeps_what_was_frozen() -> None:
             session.step(batch())
             assert session.selection.params == {"0.weight", "0.bias", "4.weight", "4.bias"}
     assert not again[2].weight.requires_grad
+
+
+@pytest.mark.parametrize("total", [None, 30])
+def test_a_resumed_run_does_not_train_what_was_frozen(total: int | None, tmp_path: Path) -> None:
+    """Also in a run that is too short for another selection."""
+    torch.manual_seed(1)
+    data = [batch() for _ in range(8)]
+
+    def run(model: nn.Module, steps: Any) -> Session:
+        policy = replace(recipes.pliant(macs=0.95), cost=measure.counted)
+        session = Session(model, torch.optim.SGD(model.parameters(), 0.1), loss, policy, total_steps=total)
+        for one in steps:
+            session.step(one)
+        return session
+
+    whole, cut, again = net(), net(), net()
+    session, other = run(whole, data[:2]), run(cut, data[:2])
+    name = sorted(session.selection.params)[0]
+    for model in (whole, cut):
+        model.get_parameter(name).requires_grad_(False)
+    was = whole.get_parameter(name).detach().clone()
+    for one in data[2:]:
+        session.step(one)
+    other.step(data[2])
+    other.save(tmp_path / "run.pt")
+    third = run(again, ())
+    third.load(tmp_path / "run.pt")
+    for one in data[3:]:
+        third.step(one)
+    assert torch.equal(whole.get_parameter(name), was)
+    for ours, theirs in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_budget_that_waits_does_not_train_what_was_frozen_since() -> None:
+    model = net()
+    policy = replace(recipes.pliant(macs=0.95), cost=measure.counted)
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), loss, policy, total_steps=100) as session:
+        session.step(batch())
+        session.budget = Budget(macs=0.97)
+        name = sorted(session.selection.params)[0]
+        model.get_parameter(name).requires_grad_(False)
+        was = model.get_parameter(name).detach().clone()
+        for _ in range(4):
+            session.step(batch())
+        assert torch.equal(model.get_parameter(name), was) and name not in session.selection.params
+
+
+def test_what_was_frozen_before_the_session_waits_for_the_next_one(tmp_path: Path) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), loss, everything(), log=tmp_path / "log") as session:
+        session.step(batch())
+        was = model[0].weight.detach().clone()
+        model[0].requires_grad_(True)
+        for _ in range(4):
+            session.step(batch())
+        assert torch.equal(model[0].weight, was)
+    assert model[0].weight.requires_grad
+    assert "frozen when the session began, so not chosen in it: 0.bias, 0.weight" in (tmp_path / "log").read_text()

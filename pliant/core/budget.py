@@ -129,7 +129,7 @@ class Budget:
             total, amount = getattr(full, name), _parsed(kind, given)
             if not total and name == "bytes" and not isinstance(amount, Absolute):
                 raise BudgetError(
-                    f"memory={given!r} is a share of nothing: a full step takes no more memory here than inference does. Leave "
+                    f"memory={given!r} is a share of 0: a full step takes no memory here beyond that of inference. Leave "
                     f"memory= out, or give an amount, like memory='64MB'."
                 )
             if not total and name != "bytes":

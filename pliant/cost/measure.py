@@ -117,7 +117,7 @@ def timed(
     if graph.others:
         how: dict[str, Any] = {"update": update, "norm": norm, "around": around, "prices": prices, "repeats": repeats}
         return mean([timed(model, optimizer, loss, batch, graph=one, **how) for one in graph.readings])
-    where = _taken({**origin(model, batch, update, norm), **_facts(graph)})
+    where = _taken({**origin(model, batch, update, norm), **facts(graph)})
     with sandbox(model), undisturbed():
         norms = BatchNormModes(model, norm)
         norms.hold_(params, params)
@@ -221,7 +221,7 @@ def _from_shapes(
     norm = _settled(model, loss, batch, norm)
     graph = graph or read_graph(model, loss, batch, norm)
     state = state_sizes(optimizer, params)
-    where = _taken({**origin(model, batch, update, norm), **_facts(graph), **there})
+    where = _taken({**origin(model, batch, update, norm), **facts(graph), **there})
     several = []
     for one in graph.readings:
         sizes = Sizes.counted(one, state, norms_differ=norm == "chosen")
@@ -248,7 +248,7 @@ def origin(model: nn.Module, batch: Any, update: Update | None = None, norm: Nor
     }
 
 
-def _facts(graph: Graph) -> dict[str, Any]:
+def facts(graph: Graph) -> dict[str, Any]:
     """What a run must know of a loss: with respect to what it differentiates, and how often it was read, if it may vary."""
     readings = {"readings": 1} if graph.may_vary else {}
     return readings | ({"differentiates": "parameters" if graph.all_trainable else "data"} if graph.differentiates else {})

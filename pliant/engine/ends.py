@@ -28,9 +28,10 @@ class Ends:
     ) -> list[torch.Tensor] | None:
         """The tensors that backward is to reach, slices included; None where that is all that it would reach.
 
-        Found in the first step of a selection. Whatever the optimizer holds counts as a parameter.
+        Found in the first step of a selection, and again in each step while something is left out: a loss may use parameters of
+        its own in some steps alone. Whatever the optimizer holds counts as a parameter.
         """
-        if self._others is None:
+        if self._others is None or self._stops:
             mine = {id(tensor) for tensor in (*self._chosen, *slices)}
             held = {id(param) for group in optimizer.param_groups for param in group["params"]}
             reached = [leaf for leaf in leaves(loss) if id(leaf) not in mine]

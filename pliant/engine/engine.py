@@ -169,9 +169,9 @@ class Engine:
         if self._news.not_lean:
             out["lean"] = as_plain(self._news.not_lean)
         if "differentiates" in self.origin and self._asked.may("lean") and (self._memory_is_limited or not self._asked.is_auto):
-            out["lean"] = "the loss differentiates, and what is packed cannot be differentiated twice"
+            out["lean"] = "the lean engine does not support create_graph=True, which the loss uses"
         if self._ends.left_out:
-            out["input gradients"] = "gradients go to parameters alone; in a loop of your own, loss.backward() computes others"
+            out["input gradients"] = "session.step leaves .grad of inputs empty; loss.backward() in your own loop fills it"
         return out
 
     def news(self) -> list[str]:
@@ -252,7 +252,9 @@ class Engine:
             return value
 
         if needs_closure(self.optimizer):
-            return self._update.step_with(self.optimizer, lambda: self._loss_of(batch, ids if self.mode.cached else None))
+            forward, ends = partial(self._loss_of, batch, None), partial(self._ends.of, slices=(), optimizer=self.optimizer)
+            value, self.skipped = self._update.step_with(self.optimizer, forward, ends)
+            return value
         stored = self.features.stored if self.features is not None else 0
         graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None
         self._is_eager = graphs is None

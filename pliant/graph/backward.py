@@ -196,7 +196,7 @@ def compute_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
     if value.grad_fn is None:
         raise ValueError(
             "no gradient can flow from the loss: it depends on no trainable parameter. Check that the model has parameters "
-            "with requires_grad=True and that loss() runs outside torch.no_grad()."
+            "with requires_grad=True, that loss() runs outside torch.no_grad(), and that no chosen layer is left out at random."
         )
     return value
 

@@ -47,9 +47,10 @@ def notices_frozen_parameters() -> bool:
     global _notices
     with _lock:
         if _notices is None and not _users:
-            layer, x = nn.Linear(1, 1).requires_grad_(False), torch.zeros(1, 1)
-            compiled = torch.compile(layer, backend="aot_eager")
-            compiled(x)
-            layer.requires_grad_(True)
-            _notices = bool(compiled(x).requires_grad)
+            with torch.enable_grad(), torch.random.fork_rng(devices=()), torch.device("cpu"):
+                layer, x = nn.Linear(1, 1).requires_grad_(False), torch.zeros(1, 1)
+                compiled = torch.compile(layer, backend="aot_eager")
+                compiled(x)
+                layer.requires_grad_(True)
+                _notices = bool(compiled(x).requires_grad)
         return bool(_notices)

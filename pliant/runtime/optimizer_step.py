@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ class Update:
     def __post_init__(self) -> None:
         if self.on_nan not in ("skip", "raise", "ignore", None):
             raise ValueError(f"on_nan={self.on_nan!r} is not known: give 'skip', 'raise' or 'ignore'.")
+        if self.scaler is not None and not self.scaler.is_enabled():
+            object.__setattr__(self, "scaler", None)  # it does nothing
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate}: at least one batch goes into an optimizer step.")
 
@@ -52,14 +54,20 @@ class Update:
             self.scaler.step(optimizer)
             self.scaler.update()
             return True
-        if self._looks(params) and not (_is_finite(params) if norm is None else bool(norm.isfinite())):
-            if self.on_nan != "raise":
-                return False
+        if self._is_nan(params, norm):
+            return False
+        optimizer.step()
+        return True
+
+    def _is_nan(self, params: Sequence[nn.Parameter], norm: torch.Tensor | None) -> bool:
+        """Whether the step is to be skipped, since a gradient is not finite. `norm` is that of all gradients, if known."""
+        if not self._looks(params) or (norm is not None and bool(norm.isfinite())) or _is_finite(params):
+            return False
+        if self.on_nan == "raise":
             raise FloatingPointError(
                 "gradients of this step are not finite: weights and optimizer state are as before it. Check this batch; a "
                 "lower learning rate or clip=… keeps training from diverging. on_nan='skip' leaves such steps out."
             )
-        optimizer.step()
         return True
 
     @property
@@ -70,8 +78,16 @@ class Update:
     def _looks(self, params: Sequence[nn.Parameter]) -> bool:
         return self.reads_gradients or (self.on_nan is None and all(param.device.type == "cpu" for param in params))
 
-    def step_with(self, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A step of an optimizer that evaluates the loss itself, as often as it likes. Returns the first loss, detached."""
+    def step_with(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[], torch.Tensor],
+        inputs: Callable[[torch.Tensor], Sequence[torch.Tensor] | None],
+    ) -> tuple[torch.Tensor, bool]:
+        """A step of an optimizer that evaluates the loss itself, as often as it likes. Gradients go to `inputs` of a loss.
+
+        Returns the first loss, detached, and whether the step was skipped: gradients of its first evaluation were not finite.
+        """
         if self.scaler is not None or self.accumulate > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} evaluates the loss of one batch several times in a step: it works neither with a "
@@ -83,12 +99,18 @@ class Update:
             optimizer.zero_grad(set_to_none=True)
             value = loss()
             losses.append(value.detach())
-            self.backward(value)
-            self._clip(optimizer, _with_gradients(optimizer))
+            self.backward(value, inputs(value))
+            params = _with_gradients(optimizer)
+            norm = self._clip(optimizer, params)
+            if len(losses) == 1 and self._is_nan(params, norm):  # later ones find weights that have moved
+                raise _Skipped
             return value
 
-        optimizer.step(closure)  # type: ignore[arg-type]
-        return losses[0]
+        try:
+            optimizer.step(closure)  # type: ignore[arg-type]
+        except _Skipped:
+            return losses[0], True
+        return losses[0], False
 
     def _clip(self, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> torch.Tensor | None:
         """The norm of the gradients, where they are clipped."""
@@ -103,6 +125,10 @@ class Update:
         return replace(self, scaler=copy.deepcopy(self.scaler), on_nan="ignore")
 
 
+class _Skipped(Exception):
+    """A step that is left out."""
+
+
 def _with_gradients(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
@@ -112,7 +138,7 @@ def _is_finite(params: Sequence[nn.Parameter]) -> bool:
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
     found = norms(grads)
     if len({norm.device for norm in found}) > 1:
-        found = [norm.cpu() for norm in found]
+        found = tuple(norm.cpu() for norm in found)
     if not found or bool(torch.stack(found).isfinite().all()):
         return True
     return all(bool(grad.isfinite().all()) for grad in grads)
@@ -120,11 +146,12 @@ def _is_finite(params: Sequence[nn.Parameter]) -> bool:
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step cannot be taken without a function that evaluates the loss, as that of LBFGS."""
-    return _needs_closure(type(optimizer))
+    kind: Any = type(optimizer)
+    return _needs_closure(kind)
 
 
 @cache
-def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+def _needs_closure(kind: Any) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -44,6 +45,9 @@ def load_archive(path: str | os.PathLike[str]) -> Any:
     if comment != _MARK + sha256(body).hexdigest().encode() or content[-length - 2 : -length] != length.to_bytes(2, "little"):
         raise ValueError("its checksum does not match: the file was damaged or edited")
     try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it holds compressed entries, which PyTorch does not write")
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a file with a forged checksum makes its reader stumble in any way
         raise ValueError(f"torch cannot read it: {str(error).partition(chr(10))[0]}") from error

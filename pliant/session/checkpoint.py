@@ -102,10 +102,10 @@ def _check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer)
         raise ValueError(f"it is of another optimizer: it has groups of {counts[0]} parameters, not {counts[1]}.")
     for there, here in zip(groups, now, strict=True):
         for key, value in here.items():
+            if key not in there and key not in optimizer.defaults:  # a scheduler has added it
+                continue
             if key not in there or not _alike(there[key], value):
-                raise ValueError(
-                    f"it is of another optimizer: its {key!r} is {there.get(key)!r}, which is not like {value!r} here."
-                )
+                raise ValueError(f"it is of another optimizer: its {key!r} is {there.get(key)!r}, not like {value!r} here.")
     params = dict(
         zip(
             (number for group in groups for number in group["params"]),

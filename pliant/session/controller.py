@@ -21,7 +21,7 @@ from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit, narrowed
 from pliant.cost.charge import ChargeKind
-from pliant.cost.measure import origin, read_graph, sparing
+from pliant.cost.measure import facts, origin, read_graph, sparing
 from pliant.cost.profile import Profile
 from pliant.engine.kernels.prices import PRICES
 from pliant.planning.floor import in_reach, least_bytes, leaving_room
@@ -85,6 +85,8 @@ class Controller:
             self.profile = cost(model, optimizer, loss, batch, **how, around=around if whole else nullcontext)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
+        if facts(graph):  # also where the profile is of another loss
+            self.profile = replace(self.profile, origin={**facts(graph), **self.profile.origin})
         self.units = units
 
     def keep_only(self, params: Collection[str]) -> None:
@@ -141,9 +143,8 @@ class Controller:
     def _asks(self, now: Progress) -> bool:
         """Whether another selection is due by the schedule, or was asked for."""
         left = now.total_steps - now.step if now.total_steps is not None else 0
-        if 0 < left < self.policy.when.lasts:
-            return False
-        return self._asks_anyway or self.policy.when.due(now, self._last, self.drift.amount)
+        is_short = 0 < left < self.policy.when.lasts
+        return self._asks_anyway or (not is_short and self.policy.when.due(now, self._last, self.drift.amount))
 
     def next(self, now: Progress, mode: Mode, probe: Probe) -> Selection | None:
         """What to change to, or None. `probe(round)` scores every unit on the batch at hand.

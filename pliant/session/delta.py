@@ -48,6 +48,8 @@ class Undo:
                 params[name].copy_(was)
             for name, was in self._buffers.items():
                 buffers[name].copy_(was)
+        if isinstance(optimizer, torch.optim.LBFGS):  # one history of all parameters
+            optimizer.state.clear()
         for name in {**self._params, **self._state}:
             optimizer.state.pop(params[name], None)
             if self._state.get(name) and optimizer is self._optimizer:

@@ -183,6 +183,8 @@ class Loop:
         if self.flags.heed_():
             self.controller.frozen = self.flags.frozen
             self.note(f"you froze {', '.join(sorted(self.flags.frozen)) or 'nothing any more'}")
+            if self.flags.late:
+                self.note(f"frozen when the session began, so not chosen in it: {', '.join(sorted(self.flags.late))}")
             if self.controller.selection is not None and not self.selection.params.isdisjoint(self.flags.frozen):
                 self.controller.ask_again()
 
@@ -370,8 +372,9 @@ class Loop:
         self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, resident())
 
     def apply_(self, selection: Selection) -> None:
-        sliced = self.engine.choose_(selection.parts, self.params)
-        apply_(self.params, self.engine.optimizer, selection.params - sliced, self._state_rule)
+        frozen = self.flags.frozen  # by the user, maybe after this was chosen
+        sliced = self.engine.choose_(tuple(part for part in selection.parts if part.param not in frozen), self.params)
+        apply_(self.params, self.engine.optimizer, selection.params - sliced - frozen, self._state_rule)
         if not self.freezes:
             self.flags.restore_()
         self.flags.remember()

@@ -50,7 +50,7 @@ class RunLog:
 
     def flush(self) -> None:
         """Write the steps that the file does not hold yet."""
-        steps, self._steps = self._steps, []
+        steps = self._steps
         if self.path is None or not steps:
             return
         known = [loss.float() for _, _, loss, _ in steps if loss is not None]
@@ -59,6 +59,7 @@ class RunLog:
             {"event": "step", "step": n, "round": r, "loss": None if loss is None else next(values), "seconds": seconds()}
             for n, r, loss, seconds in steps
         )
+        self._steps = []  # only now: a folder that is gone loses none of them
 
     def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """The folder is made for the first line. One that is removed or moved later is an error, not made again."""

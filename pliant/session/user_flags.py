@@ -23,6 +23,8 @@ class UserFlags:
         self._set = dict(self._wanted.requires_grad)
         self._has_chosen = False
         self.frozen: frozenset[str] = frozenset()  # of these, by the user
+        self._names = {param: name for name, param in model.named_parameters()}
+        self.late: frozenset[str] = frozenset()  # unfrozen by the user, but frozen when the session began: not to be chosen
 
     def remember(self) -> None:
         """The session has set flags for a selection."""
@@ -32,18 +34,21 @@ class UserFlags:
     def heed_(self) -> bool:
         """Take in what changed since. Returns whether other parameters than before are frozen by the user.
 
-        What can be chosen and was unfrozen waits for the next selection: until then it stays frozen.
+        What was unfrozen waits for the next selection, or for the next session if it was frozen when this one began. Until then
+        it stays frozen.
         """
         changed = {param: param.requires_grad for param, flag in self._set.items() if param.requires_grad != flag}
         if not changed:
             return False
         before = self.frozen
         self._want(changed)
-        for param in self._params.values() if self._has_chosen else ():
-            if changed.get(param):
+        for param, flag in changed.items() if self._has_chosen else ():
+            if flag:
                 param.requires_grad_(False)
         self._set = {param: param.requires_grad for param in self._set}
-        return self.frozen != before
+        late = {self._names[param] for param, flag in changed.items() if flag} - set(self._params)
+        self.late = frozenset(late)
+        return self.frozen != before or bool(late)
 
     def _want(self, flags: Mapping[nn.Parameter, bool]) -> None:
         self._wanted = replace(self._wanted, requires_grad={**self._wanted.requires_grad, **flags})

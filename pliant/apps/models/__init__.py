@@ -155,7 +155,7 @@ def _from_file(path: str, classes: int | None, name: str | None = None) -> nn.Mo
         raise ValueError(
             f"{path!r} does not name its model, and it fits none of {', '.join(BUILT_IN)}. Load it into its model yourself."
         )
-    if given is None and name not in BUILT_IN and not name.startswith("timm:"):
+    if given is None and name not in BUILT_IN and (not name.startswith("timm:") or "@" in name):
         raise ValueError(
             f"{path!r} is of the model {name!r}, which is not built in, and a file may not choose the code that runs. If you "
             f"trust that code, give both: {name}@{path}"

@@ -176,7 +176,7 @@ def folded(arch: str, state: Mapping[str, Tensor], path: str | os.PathLike[str],
         rows = [(kernel, stride, wide, out) for _, wide, out, kernel, stride, _, _ in table["blocks"]]
         with torch.device("meta"):  # it may be of any size
             sketch = FoldedNet(rows, table["classes"], stem=table["stem"][1])
-    except (ValueError, RuntimeError, ZeroDivisionError, RecursionError, OverflowError) as error:
+    except (ValueError, IndexError, RuntimeError, ZeroDivisionError, RecursionError, OverflowError) as error:
         raise ValueError(f"{os.fspath(path)!r} has no table of blocks that can be read: {error}") from error
     if sketch.arch != table:
         raise ValueError(
