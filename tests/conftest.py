@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,9 +18,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was starte
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+os.environ["PLIANT_CACHE"] = "off"  # no test reads or writes the user's; those in this folder have one of their own
+
+
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
     name = getattr(val, "name", None)
     return name if isinstance(name, str) else None
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, which does not exist yet."""
+    folder = tmp_path_factory.getbasetemp() / "cache" / secrets.token_hex(8)
+    monkeypatch.setenv("PLIANT_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,22 @@ from typing import BinaryIO
 if sys.platform != "win32":
     import fcntl
 
+_OFF = "off"
+
+
+def cache_folder() -> Path | None:
+    """Where measurements of this device are kept: `$PLIANT_CACHE`, else `pliant` in the user's cache folder.
+
+    None: nowhere, since `PLIANT_CACHE=off` says so, or the user has no home.
+    """
+    own, users = os.environ.get("PLIANT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own == _OFF:
+        return None
+    try:
+        return Path(own) if own else (Path(users) if users else Path.home() / ".cache") / "pliant"
+    except RuntimeError:  # no home
+        return None
+
 
 def write_aside(path: str | os.PathLike[str], *pieces: bytes | memoryview) -> None:
     """Write a file so that it is either the old one or the new one, never half of one. Its folder is made if there is none.
