@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was starte
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-os.environ["PLIANT_CACHE"] = "off"  # no test reads or writes the user's; those in this folder have one of their own
+os.environ["PLIANT_CACHE"] = os.path.join(tempfile.gettempdir(), "pliant-tests")  # never the user's; see `cache`
 
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
@@ -28,7 +29,8 @@ def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | Non
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, which does not exist yet."""
+    """A cache folder of the test's own, which does not exist yet. Benchmarks switch kept profiles off; tests have them on."""
+    monkeypatch.delenv("PLIANT_PROFILES", raising=False)
     folder = tmp_path_factory.getbasetemp() / "cache" / secrets.token_hex(8)
     monkeypatch.setenv("PLIANT_CACHE", str(folder))
     return folder

@@ -2,12 +2,12 @@
 
 A kept profile is a file like any other that `Profile.save` writes: JSON with a checksum. Its name is the hash of everything
 that the measurement depends on. Whatever is wrong with the folder or a file, the profile is measured, and the log says why.
+With `PLIANT_PROFILES=off` in the environment every run measures for itself, and nothing is kept.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import platform
@@ -78,14 +78,14 @@ def recall(
         how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "around": around, "prices": prices}
         return (sparing(cost) if short else cost)(model, optimizer, loss, batch, **how)
 
-    folder = _folder()
-    if folder is None or cost is not timed:
+    place = folder() if cost is timed and os.environ.get("PLIANT_PROFILES") != "off" else None
+    if place is None:
         return measured(), None
     now = origin(model, batch, update, norm)
     facts = now, _of_tensors(model, batch), _of_graph(graph), _of_optimizer(model, optimizer), _of_settings()
     step = update.clip is not None, update.scaler is not None, _name(around), prices.of_batch, prices.of_running, short
-    key = hashlib.sha256(json.dumps([*facts, step]).encode()).hexdigest()[:32]
-    path = folder / f"{key}.json"
+    key = hashlib.sha256(repr((facts, step)).encode()).hexdigest()[:32]
+    path = place / f"{key}.json"
     try:
         profile = _checked(Profile.load(path, now), key, graph)
         return replace(profile, origin={**profile.origin, "cached": True}), None
@@ -99,7 +99,7 @@ def recall(
     profile = replace(profile, origin={**profile.origin, **about})
     try:
         profile.save(path)
-        _forget_oldest(folder)
+        _forget_oldest(place)
     except OSError as error:
         why = f"the profile was not kept, so the next run measures again: {error}"
     return profile, why
@@ -108,7 +108,7 @@ def recall(
 def kept() -> list[Kept]:
     """Every profile in the cache, newest first."""
     found = []
-    for path in reversed(_oldest_first(_folder())):
+    for path in reversed(_oldest_first(folder())):
         try:
             found.append(Kept(path, path.stat().st_size, Profile.load(path)))
         except (OSError, ValueError) as error:
@@ -118,27 +118,32 @@ def kept() -> list[Kept]:
 
 def clear() -> int:
     """Remove every profile from the cache; returns how many there were."""
-    paths = _oldest_first(_folder())
+    paths = _oldest_first(folder())
     for path in paths:
         path.unlink(missing_ok=True)
     return len(paths)
 
 
-def _folder() -> Path | None:
-    folder = cache_folder()
-    return folder / "profiles" if folder is not None else None
+def folder() -> Path | None:
+    """Where profiles are kept; None where the user has no home."""
+    cache = cache_folder()
+    return cache / "profiles" if cache is not None else None
 
 
-def _oldest_first(folder: Path | None) -> list[Path]:
-    if folder is None or not folder.is_dir():
+def _oldest_first(place: Path | None) -> list[Path]:
+    if place is None or not place.is_dir():
         return []
-    with os.scandir(folder) as entries:
-        ours = [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
-        return [Path(path) for _, path in sorted((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path) for entry in ours)]
+    dated = []
+    with os.scandir(place) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with suppress(OSError):  # another process has just removed it
+                    dated.append((entry.stat(follow_symlinks=False).st_mtime_ns, Path(entry.path)))
+    return [path for _, path in sorted(dated)]
 
 
-def _forget_oldest(folder: Path) -> None:
-    for path in _oldest_first(folder)[:-_MOST]:
+def _forget_oldest(place: Path) -> None:
+    for path in _oldest_first(place)[:-_MOST]:
         with suppress(OSError):  # another process removes it too
             path.unlink()
 
@@ -158,9 +163,12 @@ def _checked(profile: Profile, key: str, graph: Graph) -> Profile:
 # ---------------------------------------------------------------- what a measurement depends on, beside its origin
 
 
-def _layout(tensor: torch.Tensor) -> list[Any]:
-    strides = list(tensor.stride()) if tensor.layout == torch.strided else str(tensor.layout)
-    return [list(tensor.shape), str(tensor.dtype), tensor.device.type, strides]
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        strides = tuple(tensor.stride())
+    except (RuntimeError, NotImplementedError):  # sparse and nested tensors have none
+        strides = ()
+    return tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.layout, strides
 
 
 def _of_tensors(model: nn.Module, batch: Any) -> list[Any]:
@@ -187,25 +195,22 @@ def _without_names(saves: Saves) -> Saves:
 
 
 def _of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Its class, and what each group holds and does. Of a number only whether it is 0 matters: then a term is left out."""
+    """Its class, that of an optimizer inside it, and what each group holds and does."""
     index = {id(param): i for i, param in enumerate(model.parameters())}
-    return [
-        _name(type(optimizer)),
-        [
-            [
-                [index.get(id(param), -1) for param in group["params"]],
-                {key: _kind(group[key]) for key in sorted(group) if key != "params"},
-            ]
-            for group in optimizer.param_groups
-        ],
-    ]
+    inside = [_name(type(one)) for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    groups: list[Any] = []
+    for group in optimizer.param_groups:
+        settings = {key: _kind(group[key]) for key in sorted(group) if key not in ("params", "lr", "initial_lr")}
+        groups.append([[index.get(id(param), -1) for param in group["params"]], settings])
+    return [_name(type(optimizer)), inside, groups]
 
 
 def _kind(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, str)):
+    """Of a float only whether it is 0 matters: then a term is left out. Whole numbers may be sizes."""
+    if value is None or isinstance(value, (bool, str, int)):
         return value
-    if isinstance(value, (int, float)):
-        return value != 0
+    if isinstance(value, float):
+        return value != 0.0
     return [_kind(one) for one in value] if isinstance(value, (tuple, list)) else type(value).__name__
 
 

@@ -13,20 +13,16 @@ from typing import BinaryIO
 if sys.platform != "win32":
     import fcntl
 
-_OFF = "off"
-
 
 def cache_folder() -> Path | None:
     """Where measurements of this device are kept: `$PLIANT_CACHE`, else `pliant` in the user's cache folder.
 
-    None: nowhere, since `PLIANT_CACHE=off` says so, or the user has no home.
+    None where the user has no home.
     """
     own, users = os.environ.get("PLIANT_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own == _OFF:
-        return None
     try:
         return Path(own) if own else (Path(users) if users else Path.home() / ".cache") / "pliant"
-    except RuntimeError:  # no home
+    except RuntimeError:
         return None
 
 
