@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ import torch
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
-os.environ["PLIANT_CACHE"] = os.path.join(tempfile.gettempdir(), "pliant-tests")  # never the user's; see `cache`
+os.environ["PLIANT_PROFILES"] = "off"  # examples in docstrings keep nothing; every test has a cache of its own
 
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
@@ -29,7 +27,7 @@ def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | Non
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, which does not exist yet. Benchmarks switch kept profiles off; tests have them on."""
+    """A cache folder of the test's own, which does not exist yet, with kept profiles switched on."""
     monkeypatch.delenv("PLIANT_PROFILES", raising=False)
     folder = tmp_path_factory.getbasetemp() / "cache" / secrets.token_hex(8)
     monkeypatch.setenv("PLIANT_CACHE", str(folder))
