@@ -25,10 +25,14 @@ from pliant.runtime.sealed import seal_json
 POLICY = replace(recipes.full(), cost=measure.timed)  # seconds, and no budget that they could break
 
 
-def net(width: int = 6, after: nn.Module | None = None) -> nn.Sequential:
+def net(width: int = 6, middle: nn.Module | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    first = [nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.1), nn.Flatten()]
-    return nn.Sequential(*first, *([after] if after is not None else []), nn.Linear(width * 36, 2))
+    first = nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU() if middle is None else middle
+    return nn.Sequential(*first, nn.Dropout(0.1), nn.Flatten(), nn.Linear(width * 36, 2))
+
+
+class Own(nn.ReLU):
+    """The same operation in a class of another name."""
 
 
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -96,8 +100,8 @@ def frozen() -> nn.Module:
 OTHERS: dict[str, Callable[[], Profile]] = {
     "a larger batch": lambda: profile_of(batch=images(5)),
     "another width": lambda: profile_of(net(7)),
-    "another operation without parameters": lambda: profile_of(net(after=nn.Tanh())),
-    "another class of module": lambda: profile_of(net(after=nn.Identity())),
+    "another operation without parameters": lambda: profile_of(net(middle=nn.Tanh())),
+    "another class of module": lambda: profile_of(net(middle=Own())),
     "something frozen": lambda: profile_of(frozen()),
     "dropout that is off": lambda: profile_of(net().eval()),
     "another type": lambda: profile_of(net().double(), images().double()),
