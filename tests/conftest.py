@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,10 +17,21 @@ import torch
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ["PLIANT_PROFILES"] = "off"  # examples in docstrings keep nothing; every test has a cache of its own
+
 
 def pytest_make_parametrize_id(config: Any, val: Any, argname: str) -> str | None:
     name = getattr(val, "name", None)
     return name if isinstance(name, str) else None
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, which does not exist yet, with kept profiles switched on."""
+    monkeypatch.delenv("PLIANT_PROFILES", raising=False)
+    folder = tmp_path_factory.getbasetemp() / "cache" / secrets.token_hex(8)
+    monkeypatch.setenv("PLIANT_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture(autouse=True)

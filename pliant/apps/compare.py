@@ -212,8 +212,8 @@ class _Running:
     def __init__(self, threads: int) -> None:
         self._processes: set[subprocess.Popen[str]] = set()
         self._stopping = False
-        one_line = {"COLUMNS": "10000"}  # keeps an error message on one line
-        self._environment = {**os.environ, **one_line, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        alike = {"COLUMNS": "10000", "PLIANT_PROFILES": "off"}  # an error message is one line; every cell pays for measuring
+        self._environment = {**os.environ, **alike, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
 
     def run(self, place: Path, cell: Cell, base: Options) -> CellResult:
         """Run `pliant train` with the options of a cell, and write the result to its file."""

@@ -14,7 +14,8 @@ from pliant import units
 from pliant.apps import tasks
 from pliant.apps.layer_report import layer_report
 from pliant.cli.app import UsageError, app, exit_on_errors, load_model
-from pliant.cost import roofline
+from pliant.core import text
+from pliant.cost import kept_profiles, roofline
 from pliant.runtime.files import write_aside
 
 
@@ -31,15 +32,23 @@ def profile(
     ] = 1,
     tensors: Annotated[bool, typer.Option("--tensors", help="One line per tensor instead of per layer.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Also draw the roofline into this file.")] = None,
+    cached: Annotated[bool, typer.Option("--cached", help="List the profiles that earlier runs have kept, and stop.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove the profiles that earlier runs have kept, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a model on this device: the cost and the arithmetic intensity of every layer, and its place under the roofline.
+
+    Training keeps what it measures in a cache, so that a second run need not measure. --cached and --clear show and empty it.
 
     Example: pliant profile efficientnet_lite0 --batch 4 --size 96 --svg roof.svg
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped.
     """
     console = Console()
+    if cached or clear:
+        with exit_on_errors(console):
+            _show_kept(console, kept_profiles.kept() if cached else None, kept_profiles.clear() if clear else None, as_json)
+        return
     torch.set_num_threads(threads)
     with exit_on_errors(console, ValueError, RuntimeError):
         if shape and not all(n.isdecimal() for n in shape.split("x")):
@@ -60,3 +69,27 @@ def profile(
     console.print(
         roofline.text_plot(found.rows, found.peaks, width=max(min(console.width, 100), 40)), markup=False, highlight=False
     )
+
+
+def _show_kept(console: Console, found: list[kept_profiles.Kept] | None, removed: int | None, as_json: bool) -> None:
+    """The profiles that were found, and how many were removed."""
+    if as_json:
+        listed = {} if found is None else {"profiles": [one.to_json() for one in found]}
+        typer.echo(json.dumps({**listed, **({} if removed is None else {"removed": removed})}, indent=2))
+        return
+    for one in found or ():
+        console.print(_line(one), markup=False, highlight=False, soft_wrap=True)
+    if found is not None:
+        where = kept_profiles.folder()
+        total = text.size(sum(one.bytes for one in found))
+        console.print(f"{len(found)} profiles, {total}, in {where}", markup=False, highlight=False, soft_wrap=True)
+    if removed is not None:
+        console.print(f"{removed} profiles removed", highlight=False)
+
+
+def _line(one: kept_profiles.Kept) -> str:
+    if one.profile is None:
+        return f"{one.path.name}: not usable: {one.why_not}"
+    at = one.profile.origin
+    about = f"{at.get('name')}, batch {at.get('batch')}, {at.get('dtype')}, {at.get('device')}, {at.get('threads')} threads"
+    return f"{at.get('taken')}  {about}, torch {at.get('torch')}: a full step takes {text.seconds(one.profile.full.seconds)}"

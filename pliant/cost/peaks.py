@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pliant.runtime.clock import Watch, device_name
-from pliant.runtime.files import write_aside
+from pliant.runtime.files import cache_folder, write_aside
 
 Work = Callable[[], object]
 Seconds = Callable[[Work], float]  # runs some work and returns how long it took
@@ -144,23 +144,22 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
     return ", ".join(parts)
 
 
-def _cache_file() -> Path:
-    own, users = os.environ.get("PLIANT_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return (Path(own) if own else (Path(users) if users else Path.home() / ".cache") / "pliant") / "peaks.json"
+def _cache_file() -> Path | None:
+    folder = cache_folder()
+    return folder / "peaks.json" if folder is not None else None
 
 
 def _kept() -> dict[str, Any]:
+    file = _cache_file()
     try:
-        kept = json.loads(_cache_file().read_bytes())
-    except (OSError, ValueError, RuntimeError):  # no file, no JSON, no home
+        kept = json.loads(file.read_bytes()) if file is not None else {}
+    except (OSError, ValueError):  # no file, no JSON
         return {}
     return kept if isinstance(kept, dict) else {}
 
 
 def _keep(key: str, found: Peaks) -> None:
-    try:
-        file = _cache_file()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(file, json.dumps(_kept() | {key: found.to_json()}, indent=1).encode())
-    except (OSError, RuntimeError):  # nowhere to keep it: measured again next time
-        pass
+    file = _cache_file()
+    if file is not None:
+        with suppress(OSError):  # it cannot be written: measured again next time
+            write_aside(file, json.dumps(_kept() | {key: found.to_json()}, indent=1).encode())

@@ -14,6 +14,18 @@ if sys.platform != "win32":
     import fcntl
 
 
+def cache_folder() -> Path | None:
+    """Where measurements of this device are kept: `$PLIANT_CACHE`, else `pliant` in the user's cache folder.
+
+    None where the user has no home.
+    """
+    own, users = os.environ.get("PLIANT_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(own) if own else (Path(users) if users else Path.home() / ".cache") / "pliant"
+    except RuntimeError:
+        return None
+
+
 def write_aside(path: str | os.PathLike[str], *pieces: bytes | memoryview) -> None:
     """Write a file so that it is either the old one or the new one, never half of one. Its folder is made if there is none.
 

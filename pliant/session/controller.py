@@ -21,7 +21,8 @@ from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit, narrowed
 from pliant.cost.charge import ChargeKind
-from pliant.cost.measure import facts, origin, read_graph, sparing
+from pliant.cost.kept_profiles import recall
+from pliant.cost.measure import facts, origin, read_graph
 from pliant.cost.profile import Profile
 from pliant.engine.kernels.prices import PRICES
 from pliant.planning.floor import in_reach, least_bytes, leaving_room
@@ -69,25 +70,28 @@ class Controller:
         update: Update,
         norm: NormRule,
         around: Around,
-    ) -> None:
+    ) -> str | None:
         """Measure costs and name the units, on the first batch. Every parameter must be as the user left it.
 
-        Forward passes are measured inside of `around()`, unless slices of parameters can be chosen.
+        Forward passes are measured inside of `around()`, unless slices of parameters can be chosen. Seconds that are kept from
+        an earlier run are not measured again. Returns what the log should say of that.
         """
+        note = None
         graph = read_graph(model, loss, batch, norm)
         units = self.policy.units(graph)
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
             short = self.policy.budget.memory is not None and update.scaler is None
             whole = all(part.dim is None for unit in units for part in unit.parts)
-            cost = sparing(self.policy.cost) if short else self.policy.cost
-            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES}
-            self.profile = cost(model, optimizer, loss, batch, **how, around=around if whole else nullcontext)
+            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "short": short}
+            what = self.policy.cost, model, optimizer, loss, batch
+            self.profile, note = recall(*what, **how, around=around if whole else nullcontext)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         if facts(graph):  # also where the profile is of another loss
             self.profile = replace(self.profile, origin={**facts(graph), **self.profile.origin})
         self.units = units
+        return note
 
     def keep_only(self, params: Collection[str]) -> None:
         """Choose no other parameters than these."""

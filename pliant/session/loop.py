@@ -212,8 +212,7 @@ class Loop:
             try:
                 self.energy = EnergyUse(self.device) if self.budget.energy is not None else None
                 what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
-                self.controller.measure(*what, around)
-                unheld = self.leave_out_unheld()
+                notes = self.controller.measure(*what, around), self.leave_out_unheld()
                 if self.energy is not None and self.controller.profile is not None:
                     watts = partial(
                         power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around
@@ -226,8 +225,8 @@ class Loop:
             self.engine.origin = self.profile.origin
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
-        if unheld is not None:
-            self.note(unheld)
+        for note in filter(None, notes):
+            self.note(note)
 
     def leave_out_unheld(self) -> str | None:
         """What the optimizer does not hold would be paid for and never move: it is not chosen. Returns what to say of it."""

@@ -83,7 +83,8 @@ class Session:
         """`engine` names how steps run, or lets one rule pick ("auto"). `cache` is how many bytes of features may be kept by
         sample, or a `Features`. `probe` are batches on which units are scored, in place of the one at hand. `prefix_dtype` is
         what the frozen part before the first trained layer computes in. `profile` is a saved measurement to use instead of
-        measuring. `undo` keeps what `delta` and `rollback` need. `clock` replaces the device's clock in a simulation.
+        measuring; without it, what an earlier run kept in the cache folder is used (unless `PLIANT_PROFILES=off`). `undo` keeps
+        what `delta` and `rollback` need. `clock` replaces the device's clock in a simulation.
 
         `norm` says which batch norms use the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or
         as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the
@@ -194,8 +195,10 @@ class Session:
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds of wall time since the session began: in all, and what profiling and choosing took of it."""
-        return {"all": self._loop.time.elapsed, **self._loop.time.spent}
+        """Seconds of wall time since the session began: in all, and what profiling and choosing took of it; and what a profile
+        from the cache has saved."""
+        known = self._controller.profile.origin if self._controller.profile is not None else {}
+        return {"all": self._loop.time.elapsed, **self._loop.time.spent, "saved": known["took"] if "cached" in known else 0.0}
 
     @property
     def log(self) -> str | os.PathLike[str] | None:
