@@ -110,20 +110,19 @@ def split(*given: Any) -> tuple[list[torch.Tensor], list[Any]]:
 
 
 def _split(given: Any, tensors: list[torch.Tensor], plain: list[Any]) -> None:
-    if isinstance(given, torch.Tensor):
-        tensors.append(given)
-        plain.append(_HERE)
-    elif isinstance(given, (tuple, list)):
+    if isinstance(given, (tuple, list)):
         plain.append(len(given))
         for one in given:
             if type(one) in _ATOMS:  # nearly all: without another call
                 plain.append(one)
+            elif isinstance(one, torch.Tensor):
+                tensors.append(one)
+                plain.append(_HERE)
             else:
                 _split(one, tensors, plain)
     elif isinstance(given, dict):
         plain.append(tuple(given))
-        for one in given.values():
-            _split(one, tensors, plain)
+        _split(tuple(given.values()), tensors, plain)
     elif isinstance(given, slice):
         _split((given.start, given.stop, given.step), tensors, plain)
     else:
