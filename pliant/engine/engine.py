@@ -148,7 +148,7 @@ class Engine:
     @property
     def why_not(self) -> dict[str, str]:
         """What the engine does not do here, and why."""
-        mode, out = self.mode, self._prefix.why_not(self.mode.prefix)
+        mode, out = self.mode, {} if self._is_callers else self._prefix.why_not(self.mode.prefix)
         if self.features is not None and not mode.cached:
             no_ids = "the batch does not name its samples: give ids, or wrap the dataset in pliant.with_ids"
             off = no_ids if self._no_ids and self._asked.may("prefix") else "the prefix engine is off"

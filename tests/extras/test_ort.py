@@ -21,6 +21,11 @@ onnxruntime = pytest.importorskip("onnxruntime")
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
+@pytest.fixture(autouse=True)
+def no_onnx_runtime() -> None:
+    """Here it is used."""
+
+
 class Calls(nn.Module):
     """Frozen calls, then a trained layer."""
 
@@ -262,6 +267,19 @@ def test_a_run_that_fails_later_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(onnx_runtime.PrefixModel, "run", fails)
     runs_alike(model, batch, prefix)
     assert prefix.reasons["runtime"] == "ONNX Runtime failed: RuntimeError: out of memory"
+
+
+def test_in_a_loop_of_ones_own_nothing_is_told_of_it() -> None:
+    model, batch = small().double(), batches(1)[0].double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Session(model, optimizer, loss, recipes.only("last.*", "head.*")) as session:
+        session.step(batch)
+        session.step(batch)
+        assert session.engine == "plain" and "float64" in session.why_not["runtime"]
+        session.before_step(batch)
+        loss(model, batch).backward()
+        optimizer.step()
+        assert "runtime" not in session.why_not
 
 
 def test_where_memory_is_limited_the_runtime_is_left_out() -> None:
