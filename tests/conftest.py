@@ -14,6 +14,8 @@ import pytest
 import tiny
 import torch
 
+from pliant.engine.prefix import onnx_runtime
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -41,6 +43,12 @@ def one_dnn() -> Iterator[None]:
     before = torch.backends.mkldnn.enabled
     yield
     torch.backends.mkldnn.enabled = before
+
+
+@pytest.fixture(autouse=True)
+def no_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not depend on whether ONNX Runtime is installed; those in extras/test_ort.py are about it."""
+    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: False)
 
 
 @pytest.fixture

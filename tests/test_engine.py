@@ -355,6 +355,8 @@ def test_a_copy_of_the_model_has_no_tie_to_the_session(engine: str, axis: str | 
     [
         ("auto", {}, "plain"),
         ("auto", {"custom_kernels": True}, "prefix"),
+        ("auto", {"runtime": True}, "prefix"),
+        ("auto", {"runtime": True, "memory_is_limited": True}, "lean"),
         ("auto", {"caches": True}, "prefix, cache"),
         ("auto", {"memory_is_limited": True}, "lean"),
         ("auto", {"memory_is_limited": True, "caches": True}, "lean+prefix, cache"),

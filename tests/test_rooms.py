@@ -32,7 +32,7 @@ EVERYWHERE_BUT_CORE = {"torch", "numpy"}
 BESIDES = {
     "planning": {"scipy"},
     "cost": {"scipy"},
-    "engine": {"triton"},
+    "engine": {"triton", "onnx", "onnxruntime"},
     "session": {"safetensors"},
     "apps": {"safetensors", "rich", "sklearn", "PIL", "jinja2"},
     "cli": {"rich", "typer"},

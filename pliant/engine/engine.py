@@ -21,7 +21,7 @@ from pliant.core.mode import Mode
 from pliant.core.types import Part
 from pliant.engine.around import around_forward
 from pliant.engine.compiled_parts import CompiledParts
-from pliant.engine.cuda_graphs.graphs import Graphs, Work
+from pliant.engine.cuda_graphs.graphs import Graphs, Work, why_no_capture
 from pliant.engine.derived_weights import Derived
 from pliant.engine.ends import Ends
 from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
@@ -30,6 +30,7 @@ from pliant.engine.modes import parse, pick
 from pliant.engine.news import News, as_plain
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
+from pliant.engine.prefix.onnx_runtime import runtime_for
 from pliant.engine.prefix.prefix import CachedRows, Prefix
 from pliant.engine.slices.checks import check_can_train
 from pliant.engine.slices.slices import Slices
@@ -66,16 +67,15 @@ class Engine:
         self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
         self._chosen: Hashable = None
         self._compiled = CompiledParts(model, loss)
-        self._prefix = Prefix(model, features, prefix_dtype)
+        self._prefix = Prefix(model, features, prefix_dtype, runtime_for(model))
         self._norms = watch_batch_norms(model)
         self._graphs: Graphs | None = None
         self._held: Hashable = None  # the selection and mode of the captured steps that are held
         self._own_loop: CallersStep | None = None
-        self.mode = Mode()
         self._memory_is_limited, self._captures_pay, self._room = False, True, True  # see `settle`
         self._is_callers = self._no_ids = self._is_eager = False
         self.not_captured: str | None = None  # why "auto" has given up on captures
-        self._news, self._ends = News(), Ends()
+        self.mode, self._news, self._ends = Mode(), News(), Ends()
         self.fills = self.skipped = False  # whether the last batch was put into the cache, and its step left out
         self.use_optimizer(optimizer)
 
@@ -96,6 +96,7 @@ class Engine:
         self._room = self._room if room is None else room
         self._is_callers = self._is_callers if own_loop is None else own_loop
         self._no_ids = self._no_ids if has_ids is None else not has_ids
+        self._prefix.memory_is_limited = self._memory_is_limited
         self.mode = self._pick()
 
     def is_settled(self, own_loop: bool, has_ids: bool) -> bool:
@@ -112,6 +113,7 @@ class Engine:
             memory_is_limited=self._memory_is_limited,
             captures=has_room and (self.not_captured or self.why_no_capture) is None,
             custom_kernels=self._custom_kernels,
+            runtime=self._prefix.on_runtime,
         )
         mode = replace(mode, lean=mode.lean and "differentiates" not in self.origin)
         return Mode(lean=mode.lean and not self._compiled.is_scripted) if self._is_callers else mode
@@ -119,14 +121,8 @@ class Engine:
     @property
     def why_no_capture(self) -> str | None:
         """Why no step can be captured, as far as is known before one is tried."""
-        if self._graphs is None:
-            return "there is no CUDA device"
-        if self._update.reads_gradients:
-            return f"{'on_nan' if self._update.scaler is None else 'a GradScaler'} reads every step's gradients"
-        if "readings" in self.origin:
-            return "which layers run may be random"
-        sliced = self.units_are_sliced or self.slices is not None
-        return "channels are chosen" if sliced else self._graphs.refusal
+        is_random, is_sliced = "readings" in self.origin, self.units_are_sliced or self.slices is not None
+        return why_no_capture(self._graphs, self._update, is_random, is_sliced)
 
     @property
     def could_capture(self) -> bool:
@@ -136,7 +132,8 @@ class Engine:
     @property
     def seconds_per_capture(self) -> float:
         """What another selection costs beside its steps, as far as is known."""
-        return self._graphs.seconds_per_capture if self._graphs is not None and self.mode.graphs else 0.0
+        captured = self._graphs.seconds_per_capture if self._graphs is not None and self.mode.graphs else 0.0
+        return captured + (self._prefix.seconds_per_model if self.mode.prefix else 0.0)
 
     @property
     def caches(self) -> bool:
@@ -151,7 +148,7 @@ class Engine:
     @property
     def why_not(self) -> dict[str, str]:
         """What the engine does not do here, and why."""
-        mode, out = self.mode, dict(self._prefix.reasons) if self.mode.prefix else {}
+        mode, out = self.mode, {} if self._is_callers else self._prefix.why_not(self.mode.prefix)
         if self.features is not None and not mode.cached:
             no_ids = "the batch does not name its samples: give ids, or wrap the dataset in pliant.with_ids"
             off = no_ids if self._no_ids and self._asked.may("prefix") else "the prefix engine is off"
@@ -189,7 +186,7 @@ class Engine:
         """From now on these parts train. Returns the names of the parameters of which only a slice does."""
         parts = tuple(parts)
         self._chosen = frozenset(parts)
-        self._prefix.reasons.pop("cache", None)  # another boundary may be cached
+        self._prefix.reasons.clear()  # another boundary may be cached, or run elsewhere
         old, slices = self.slices, Slices(params, parts)
         self.slices = slices if len(slices) else None
         self._ends = Ends((params[part.param] for part in parts if part.param not in slices.parts), params.values())
@@ -272,7 +269,7 @@ class Engine:
         if graphs is not None and graphs.why_not is not None and not graphs.replays and self._asked.is_auto:
             self.not_captured = graphs.why_not
             self.settle()
-        elif self.mode.cached and not self.caches:
+        elif (self.mode.cached and not self.caches) or (self.mode.prefix and "runtime" in self._prefix.reasons):
             self.settle()
         self.fills = self.features is not None and self.features.stored > stored
         return value
@@ -298,8 +295,7 @@ class Engine:
         if self.mode.prefix:
             if not self._prefix.knows(batch, ids, self._sliced):
                 with self.forward():
-                    self._rehearse(batch, ids)
-                    self._rehearse(batch, ids)  # the first pass records a program, and the next makes what it needs
+                    self._rehearse(batch, ids, passes=2)
             derived += self._prefix.derived(batch, ids, self._sliced)
         if self._memory_is_limited and self._cuda:
             torch.cuda.empty_cache()  # a capture takes its memory from another pool than eager steps
@@ -349,12 +345,14 @@ class Engine:
             self._rehearse(batch, ids)
         return self._prefix.run(forward, batch, ids, self._sliced, found, self._fuses_norms)
 
-    def _rehearse(self, batch: Any, ids: Any) -> None:
-        """One pass that leaves no trace, so that the program is known and every step of a selection runs the same way."""
+    def _rehearse(self, batch: Any, ids: Any, passes: int = 1) -> None:
+        """Passes that leave no trace, so that every step of a selection runs the same way. The first records the program, and
+        the next makes what it needs: folded weights, or a model of the runtime."""
         spare = map_tensors(batch, torch.clone)
         with sandbox(self._model):
             forward = partial(compute_loss, self._model, self._loss, spare)
-            self._prefix.run(forward, spare, ids, self._sliced, fuse_norms=self._fuses_norms)
+            for _ in range(passes if self._prefix.runtime is None else 2):
+                self._prefix.run(forward, spare, ids, self._sliced, fuse_norms=self._fuses_norms)
 
     @property
     def _sliced(self) -> Hashable:

@@ -44,13 +44,14 @@ def pick(
     memory_is_limited: bool = False,
     captures: bool = True,
     custom_kernels: bool = False,
+    runtime: bool = False,
 ) -> Mode:
     """The mode of the coming steps. What the user names is taken, captures only where they can be; "auto" follows one rule:
 
     - a cache is the prefix engine's, wherever one was given;
     - where memory is limited: lean, and on CUDA captured if `captures` says that what a captured step holds fits in;
     - else on CUDA: prefix and graphs, or plain where steps cannot be captured;
-    - else on a CPU: prefix where custom kernels serve this processor, plain where they do not.
+    - else on a CPU: prefix where custom kernels serve this processor, or ONNX Runtime this model; plain where they do not.
 
     >>> str(pick(parse("auto"), cuda=True)), str(pick(parse("auto"))), str(pick(parse("auto"), memory_is_limited=True))
     ('prefix+graphs', 'plain', 'lean')
@@ -65,5 +66,5 @@ def pick(
         graphs = False
     if memory_is_limited:
         return Mode(lean, prefix=caches or (graphs and asked.may("prefix")), graphs=graphs, cached=caches)
-    prefix = asked.may("prefix") and (graphs or custom_kernels)
+    prefix = asked.may("prefix") and (graphs or custom_kernels or runtime)
     return Mode(False, prefix or caches, graphs, cached=caches)

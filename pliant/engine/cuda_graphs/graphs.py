@@ -19,6 +19,7 @@ from pliant.engine.cuda_graphs.optimizer_scalars import OptimizerScalars
 from pliant.engine.derived_weights import AllDerived, Derived
 from pliant.runtime.batches import Loss, map_tensors, tensors
 from pliant.runtime.clock import undisturbed
+from pliant.runtime.optimizer_step import Update
 from pliant.runtime.torch_internals import clear_cublas_workspaces
 
 Work = Callable[[Any], torch.Tensor]  # a batch → its detached loss, after backward and, if due, the optimizer's step
@@ -305,3 +306,15 @@ def _undone_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 optimizer.state[param].clear()
                 optimizer.state[param].update(states[param])
         raise
+
+
+def why_no_capture(graphs: Graphs | None, update: Update, is_random: bool, is_sliced: bool) -> str | None:
+    """Why no step can be captured, as far as is known before one is tried. `is_random`: which layers run; `is_sliced`: whether
+    channels are chosen."""
+    if graphs is None:
+        return "there is no CUDA device"
+    if update.reads_gradients:
+        return f"{'on_nan' if update.scaler is None else 'a GradScaler'} reads every step's gradients"
+    if is_random:
+        return "which layers run may be random"
+    return "channels are chosen" if is_sliced else graphs.refusal

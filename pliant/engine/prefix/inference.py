@@ -34,7 +34,6 @@ class PrefixInference(Replay):
 
     def __init__(self, plan: PrefixPlan, batch: list[torch.Tensor], weights: Weights, keeps: bool, fuse_norms: bool) -> None:
         super().__init__(plan, batch, weights, checks=keeps, fuse_norms=fuse_norms)
-        self.outputs: dict[int, tuple[torch.Tensor, int]] = {}
         self._changes_format = plan.channels_last or plan.dtype is not None
         # Tensors with another memory format or dtype than recorded, by id.
         self._reformatted: dict[int, tuple[ref[torch.Tensor], Value]] = {}
@@ -56,11 +55,6 @@ class PrefixInference(Replay):
 
     def leaks(self) -> bool:
         return any(tensor() is not None for tensor in self._empty)
-
-    def is_whole(self) -> bool:
-        """Whether all outputs of the prefix are there and unchanged."""
-        handed = [self.outputs.get(number) for number in self.plan.frontier]
-        return all(one is not None and version(one[0]) == one[1] for one in handed)
 
     def call(self, at: int, call: Call, args: Any, kwargs: Any) -> Any:
         func, checks = call.func, self._checks

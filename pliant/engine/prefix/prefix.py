@@ -7,6 +7,8 @@ does not run, and placeholders stand for values that nobody reads.
 
 Every other call runs as the user wrote it, on values with the original memory format. Frozen norms between trained layers may
 run in fused kernels too. If a pass diverges from its program, it goes on as plain PyTorch.
+
+With ONNX Runtime the prefix becomes a model of that runtime (`onnx_runtime`), and is skipped like one that is cached.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from pliant.engine.derived_weights import Derived
 from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.inference import KEPT, PrefixInference
+from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, why_not
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
-from pliant.engine.prefix.replay import LEAKS, CacheHit, Diverged, autocast
+from pliant.engine.prefix.replay import LEAKS, CacheHit, Diverged, Replay, autocast
 from pliant.runtime import batches
 from pliant.runtime.torch_internals import GLOBAL_FORWARD_HOOKS, without_function_modes
 
@@ -57,13 +60,41 @@ class Prefix:
     (True, {})
     """
 
-    def __init__(self, model: nn.Module, features: Features | None = None, dtype: torch.dtype | None = None) -> None:
-        """`features` caches the outputs of the prefix by sample; `dtype` is that of its convolutions and linear layers."""
-        self.model, self.features, self.dtype = model, features, dtype
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Features | None = None,
+        dtype: torch.dtype | None = None,
+        runtime: OnnxRuntime | None = None,
+    ) -> None:
+        """`features` caches the outputs of the prefix by sample; `dtype` is that of its convolutions and linear layers.
+        `runtime` runs the prefix where it can, but not while memory is limited: what it holds is not counted."""
+        self.model, self.features, self.dtype, self._runtime = model, features, dtype, runtime
+        self.memory_is_limited = False
         self.reasons: dict[str, str] = {}  # what it does not do, and why
         self._weights = Weights()
         self._names: Any = WeakTensorKeyDictionary()  # leaf → a number that no other ever has
         self.forget()
+
+    @property
+    def runtime(self) -> OnnxRuntime | None:
+        return None if self.memory_is_limited else self._runtime
+
+    @property
+    def on_runtime(self) -> bool:
+        """Whether the runtime serves, as far as is known."""
+        return self.runtime is not None and "runtime" not in self.reasons
+
+    @property
+    def seconds_per_model(self) -> float:
+        """What the runtime's model of another prefix costs, as far as is known."""
+        return self.runtime.seconds_per_model if self.runtime is not None else 0.0
+
+    def why_not(self, is_on: bool) -> dict[str, str]:
+        """What it does not do, and why; while it is off, just why the runtime does not serve."""
+        if self._runtime is not None and self.memory_is_limited and is_on:
+            return {**self.reasons, "runtime": "the limit on memory does not count what ONNX Runtime holds"}
+        return {name: why for name, why in self.reasons.items() if is_on or name == "runtime"}
 
     def forget(self) -> None:
         """Drop programs, folded weights and features."""
@@ -113,13 +144,17 @@ class Prefix:
         self._programs.move_to_end(key)
         self._set_reasons(plan, kept)
         is_cached = kept and plan.program.uncacheable is None
-        if (plan.is_idle or not (plan.pays or is_cached)) and not (fuse_norms and plan.frozen_norms):
+        if (plan.is_idle or not (plan.pays or is_cached or self._may_export(plan))) and not (fuse_norms and plan.frozen_norms):
             return forward()
         rows = found.rows if found is not None else None
         if is_cached and found is None and self.features is not None:
             with without_function_modes():
                 rows = self._look_up(self.features, plan, tensors, ids)
         return self._replay(key, plan, forward, tensors, ids if is_cached else None, rows, fuse_norms)
+
+    def _may_export(self, plan: PrefixPlan) -> bool:
+        """Whether the prefix is or may become a model of the runtime."""
+        return self.runtime is not None and not plan.is_idle and "runtime" not in plan.reasons
 
     def find(self, batch: Any, ids: Any, choice: Hashable = None) -> CachedRows | None:
         """The cached rows of a batch, without running anything; None if its program is not known or cannot be cached."""
@@ -148,7 +183,7 @@ class Prefix:
     def _key(self, tensors: list[torch.Tensor], kept: bool, choice: Hashable) -> tuple[tuple[Any, ...], bool]:
         """The key of the program; and whether modules have hooks."""
         state, is_hooked = _state(self.model)
-        inside = choice, state, _autocast(), torch.is_grad_enabled()
+        inside = choice, state, _autocast(), torch.is_grad_enabled(), self.runtime is not None
         return (kept, inside, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)), is_hooked
 
     def _record(
@@ -160,13 +195,15 @@ class Prefix:
         is_hooked: bool,
     ) -> torch.Tensor:
         with without_function_modes():
-            recorder = ProgramRecorder(batch, samples)
+            recorder = ProgramRecorder(batch, samples, skips=self.runtime is not None)
         if is_hooked:
             recorder.uncacheable = recorder.uncacheable or "modules have forward hooks"
         with recorder:
             out = forward()
         with without_function_modes():
             plan = PrefixPlan(recorder.program(), self.model, self._names, self.dtype)
+            why = why_not(plan) if self.runtime is not None and not plan.is_idle else None
+            plan.reasons |= {} if why is None else {"runtime": why}
             for kind in {tensor.device.type for tensor in batch} if plan.folds or plan.frozen_norms else ():
                 norm_kernels(kind)
         self._programs[key] = plan
@@ -175,6 +212,34 @@ class Prefix:
         self._weights.keep({fold for plan in self._programs.values() for fold in plan.weights})
         self._set_reasons(plan, samples is not None)
         return out
+
+    def _compute(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """The outputs of the prefix from the runtime, if it has a model with these weights."""
+        model = plan.on_runtime
+        if model is None or not self._may_export(plan) or not model.fits(plan):
+            return None
+        try:
+            return model.run(plan, batch)
+        except Exception as error:  # PyTorch can run the prefix, or has its own words for what is wrong
+            plan.reasons["runtime"] = self.reasons["runtime"] = f"ONNX Runtime failed: {type(error).__name__}: {error}"
+            return None
+
+    def _mode(self, plan: PrefixPlan, batch: list[torch.Tensor], found: Any, keeps: bool, fuse_norms: bool) -> Replay:
+        """How a pass runs, with the outputs of its prefix if they are there."""
+        if found is not None:
+            return CacheHit(plan, batch, self._weights, found, fuse_norms)
+        if self._may_export(plan):
+            before, plan.last_weights = plan.last_weights, plan.signature()
+            if before == plan.last_weights:  # weights that change in every step are not worth a model
+                return Export(plan, batch, self._weights)
+        return PrefixInference(plan, batch, self._weights, keeps, fuse_norms)
+
+    def _build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> None:
+        built = self.runtime.build(plan, export, batch) if self.runtime is not None else None
+        if isinstance(built, str):
+            plan.reasons["runtime"] = self.reasons["runtime"] = built
+        else:
+            plan.on_runtime = built
 
     def _set_reasons(self, plan: PrefixPlan, kept: bool) -> None:
         """Take over the reasons for what is not done in this program."""
@@ -194,11 +259,10 @@ class Prefix:
     ) -> torch.Tensor:
         program = plan.program
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        drawn = random_state() if found is not None and not captures else None
-        if found is not None:
-            mode: CacheHit | PrefixInference = CacheHit(plan, batch, self._weights, found, fuse_norms)
-        else:
-            mode = PrefixInference(plan, batch, self._weights, ids is not None, fuse_norms)
+        with without_function_modes():
+            computed = self._compute(plan, batch) if found is None else None
+            mode = self._mode(plan, batch, computed if found is None else found, ids is not None, fuse_norms)
+        drawn = random_state() if isinstance(mode, CacheHit) and not captures else None
         try:
             failed = True
             try:
@@ -219,12 +283,14 @@ class Prefix:
             out = forward()
         if mode.diverged is None:
             self._replayed += 1
-            if isinstance(mode, PrefixInference) and ids is not None and self.features is not None:
-                with without_function_modes():
-                    if mode.is_whole():
-                        self.features.put(ids, tuple(mode.outputs[number][0].detach() for number in plan.frontier))
+            with without_function_modes():
+                if isinstance(mode, Export):
+                    self._build(plan, mode, batch)
+                if found is None and ids is not None and self.features is not None and mode.is_whole():
+                    self.features.put(ids, mode.rows())
         elif mode.diverged == LEAKS:
             program.uncacheable = self.reasons["cache"] = mode.diverged
+            plan.reasons |= {} if self.runtime is None else {"runtime": mode.diverged}
         elif mode.diverged == KEPT:
             plan.folds.clear()
             plan.reasons["folding"] = self.reasons["folding"] = mode.diverged

@@ -63,6 +63,8 @@ class PrefixPlan:
         self.rows = tuple((n, self.values[n].shape[1:], self.values[n].dtype) for n in self.frontier), names_of_leaves
         self.pays = bool(self.folds) or self.channels_last or dtype is not None  # also without a cache
         self.weights: dict[Hashable, Derived] = {}  # derived for it
+        self.on_runtime: Any = None  # its prefix as a model of an inference runtime
+        self.last_weights: Hashable = self.signature()
         if any(self.calls[at].func is F.batch_norm and at not in self.norms for at in self.prefix_calls):
             self.reasons["folding"] = (
                 "a batch norm in the prefix uses batch statistics, or does not directly follow a convolution"

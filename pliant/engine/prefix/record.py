@@ -38,6 +38,7 @@ _COUNTS = frozenset((
 ))
 # fmt: on
 _PLAIN = (Number, str, bytes, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_ATOMS = frozenset((int, float, bool, NoneType, str))
 _HERE = "a tensor"  # stands in the place of one
 
 
@@ -109,17 +110,19 @@ def split(*given: Any) -> tuple[list[torch.Tensor], list[Any]]:
 
 
 def _split(given: Any, tensors: list[torch.Tensor], plain: list[Any]) -> None:
-    if isinstance(given, torch.Tensor):
-        tensors.append(given)
-        plain.append(_HERE)
-    elif isinstance(given, (tuple, list)):
+    if isinstance(given, (tuple, list)):
         plain.append(len(given))
         for one in given:
-            _split(one, tensors, plain)
+            if type(one) in _ATOMS:  # nearly all: without another call
+                plain.append(one)
+            elif isinstance(one, torch.Tensor):
+                tensors.append(one)
+                plain.append(_HERE)
+            else:
+                _split(one, tensors, plain)
     elif isinstance(given, dict):
         plain.append(tuple(given))
-        for one in given.values():
-            _split(one, tensors, plain)
+        _split(tuple(given.values()), tensors, plain)
     elif isinstance(given, slice):
         _split((given.start, given.stop, given.step), tensors, plain)
     else:
@@ -175,14 +178,15 @@ class ProgramRecorder(TorchFunctionMode):
     """Records one forward pass.
 
     `samples`: the batch size, if results are to be cached by sample. Then each call of the prefix runs a second time, on a
-    batch that holds the first half of the samples twice. A row that differs there depends on the other samples.
+    batch that holds the first half of the samples twice. A row that differs there depends on the other samples. `skips`:
+    whether the prefix may be skipped without that, because something else computes its outputs.
     """
 
-    def __init__(self, batch: Sequence[torch.Tensor], samples: int | None) -> None:
+    def __init__(self, batch: Sequence[torch.Tensor], samples: int | None, skips: bool = False) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.values: list[Value] = []
-        self.uncacheable: str | None = None if samples is not None else "no ids of samples were given"
+        self.uncacheable: str | None = None if skips or samples is not None else "no ids of samples were given"
         self._samples = samples
         self._known: Any = WeakTensorKeyDictionary()  # tensor → the number of its value, or ~number of its leaf
         self._leaves: list[ref[torch.Tensor]] = []
@@ -199,7 +203,7 @@ class ProgramRecorder(TorchFunctionMode):
                 self._known[tensor] = self._add(tensor, depends=True, chosen=tensor.requires_grad)
                 if samples is not None and tensor.dim() and len(tensor) == samples:
                     self._second_run[tensor] = tensor.detach()[self._second_samples.to(tensor.device)]
-        self._python = _python_state() if samples is not None else None
+        self._python = _python_state() if self.uncacheable is None else None
 
     def program(self) -> Program:
         """What was recorded, after the forward pass."""
@@ -245,7 +249,7 @@ class ProgramRecorder(TorchFunctionMode):
                 for number in call.reads:
                     if number in self._doubts:
                         self._doubt(call, self._doubts[number])
-                if call.kind == "prefix" and self.uncacheable is None:
+                if call.kind == "prefix" and self.uncacheable is None and self._samples is not None:
                     self._run_second(call, given, out, args, kwargs)
         return out
 

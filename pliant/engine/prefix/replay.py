@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from pliant.engine.lean import frozen_batchnorm
 from pliant.engine.lean.frozen_batchnorm import fused_norm
 from pliant.engine.prefix.prefix_plan import PrefixPlan, Weights
-from pliant.engine.prefix.record import FORM, LAYOUT, Call, Value, name_of, split
+from pliant.engine.prefix.record import FORM, LAYOUT, Call, Value, name_of, split, version
 from pliant.engine.slices.sliced_gradients import placeholder
 from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
 
@@ -50,6 +50,7 @@ class Replay(TorchFunctionMode):
         super().__init__()
         self.plan = plan
         self.diverged: str | None = None
+        self.outputs: dict[int, tuple[torch.Tensor, int]] = {}  # of the prefix, each with its version
         self._at = 0
         self._checks, self._weights = checks, weights
         self._fuse_norms = fuse_norms and bool(plan.frozen_norms)
@@ -139,6 +140,15 @@ class Replay(TorchFunctionMode):
         """Whether placeholders are still alive."""
         return False
 
+    def is_whole(self) -> bool:
+        """Whether all outputs of the prefix are there and unchanged."""
+        handed = [self.outputs.get(number) for number in self.plan.frontier]
+        return all(one is not None and version(one[0]) == one[1] for one in handed)
+
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """The outputs of the prefix, when they are whole."""
+        return tuple(self.outputs[number][0].detach() for number in self.plan.frontier)
+
     def is_as_recorded(self, call: Call, given: list[torch.Tensor], plain: list[Any]) -> bool:
         if call.kind in ("prefix", "constant", "layout") and plain != call.plain:
             return False
@@ -173,6 +183,7 @@ class CacheHit(Replay):
         super().__init__(plan, batch, weights, checks=True, fuse_norms=fuse_norms)
         self._found = [as_recorded(tensor, plan.values[number]) for tensor, number in zip(found, plan.frontier, strict=True)]
         self._empty: list[ref[torch.Tensor]] = []
+        self.outputs = {number: (one, version(one)) for number, one in zip(plan.frontier, self._found, strict=True)}
 
     def diverge(self, why: str) -> None:
         raise Diverged(why)
@@ -185,12 +196,15 @@ class CacheHit(Replay):
         super().close(failed)
 
     def call(self, at: int, call: Call, args: Any, kwargs: Any) -> Any:
+        if at >= self.plan.end and not self.leaks():
+            self._checks = False  # nothing that comes can read a placeholder
+            return self.outside(at, call.func, args, kwargs)
         with without_function_modes():
+            if call.kind == "form":
+                return call.func(*args, **kwargs)
             given, plain = split(args, kwargs)
             if not self.is_as_recorded(call, given, plain):
                 self.diverge(f"the program changed: {name_of(call.func)} takes something else")
-            if call.kind == "form":
-                return call.func(*args, **kwargs)
             if call.kind == "layout":
                 return call.answer
             if call.kind == "prefix" and at not in self.plan.recomputed:

@@ -16,8 +16,13 @@ from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_
 
 def is_slow_here(model: nn.Module) -> bool:
     """Whether a model has convolutions that may be replaced."""
+    return arm.SLOW_HERE and has_small_convolutions(model)
+
+
+def has_small_convolutions(model: nn.Module) -> bool:
+    """Whether a model has pointwise or grouped convolutions, which take PyTorch longer than their arithmetic."""
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
-    return arm.SLOW_HERE and any(one.kernel_size == (1, 1) or one.groups > 1 for one in convolutions)
+    return any(one.kernel_size == (1, 1) or one.groups > 1 for one in convolutions)
 
 
 class Swapped(TorchFunctionMode):

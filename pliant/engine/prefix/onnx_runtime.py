@@ -1,0 +1,225 @@
+"""Runs the prefix on ONNX Runtime: a recorded program becomes a model, once, and the model runs in later passes.
+
+The model is written while one pass runs as plain PyTorch. It is used only if it gives the results of that pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from pliant.engine.kernels.arm.switch import has_small_convolutions, is_slow_here
+from pliant.engine.prefix.onnx_nodes import OPSET, TYPES, OnnxGraph, Unsupported, array, supports
+from pliant.engine.prefix.prefix_plan import PrefixPlan, Weights
+from pliant.engine.prefix.record import Call, name_of, split
+from pliant.engine.prefix.replay import Replay
+from pliant.runtime.torch_internals import without_function_modes
+
+TOLERANCE = 1e-4  # of the largest value
+
+
+def is_installed() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("onnxruntime", "onnx"))
+
+
+def runtime_for(model: nn.Module) -> OnnxRuntime | None:
+    """The runtime, where it is installed and steps were measured to be faster with it: networks of pointwise or grouped
+    convolutions, on CPUs without custom kernels."""
+    device = next(model.parameters()).device.type
+    serves = device == "cpu" and has_small_convolutions(model) and not is_slow_here(model)
+    return OnnxRuntime() if serves and is_installed() else None
+
+
+def why_not(plan: PrefixPlan) -> str | None:
+    """Why a prefix cannot become a model, as far as its recorded calls tell."""
+    if plan.program.uncacheable is not None:
+        return plan.program.uncacheable
+    if plan.dtype is not None:
+        return "prefix_dtype asks for another type than float32"
+    calls = [plan.calls[at] for at in plan.prefix_calls if at not in plan.recomputed]
+    for value in [plan.values[number] for call in calls for number in call.makes]:
+        if value.dtype not in TYPES or value.device.type != "cpu":
+            return f"values of {str(value.dtype).removeprefix('torch.')} on {value.device} are not written for ONNX Runtime"
+    return next((f"{name} is not written for ONNX Runtime" for name in map(_name, calls) if not supports(name)), None)
+
+
+def _name(call: Call) -> str:
+    return name_of(call.func)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixModel:
+    """The prefix of one program as a model, for the weights that it had."""
+
+    session: Any
+    inputs: tuple[int, ...]  # which tensors of the batch it reads, each counted once
+    weights: Hashable
+    threads: int
+
+    def fits(self, plan: PrefixPlan) -> bool:
+        """Whether it is still up to date."""
+        return self.weights == plan.signature() and self.threads == torch.get_num_threads()
+
+    def run(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs of the prefix. The model reads the batch where it is, and writes into these tensors."""
+        distinct = list({id(tensor): tensor for tensor in batch}.values())
+        binding, held, outs = self.session.io_binding(), [], []
+        for number in self.inputs:
+            tensor = distinct[number].detach().contiguous()
+            held.append(tensor)
+            binding.bind_input(_input(number), "cpu", 0, _numpy_type(tensor), tuple(tensor.shape), tensor.data_ptr())
+        for number in plan.frontier:
+            out = torch.empty(plan.values[number].shape, dtype=plan.values[number].dtype)
+            binding.bind_output(_output(number), "cpu", 0, _numpy_type(out), tuple(out.shape), out.data_ptr())
+            outs.append(out)
+        self.session.run_with_iobinding(binding)
+        return tuple(outs)
+
+
+def _numpy_type(tensor: torch.Tensor) -> Any:
+    return array(torch.empty(0, dtype=tensor.dtype)).dtype.type
+
+
+def _input(number: int) -> str:
+    return f"input_{number}"
+
+
+def _output(number: int) -> str:
+    return f"output_{number}"
+
+
+class Export(Replay):
+    """One pass that runs as plain PyTorch, while the calls of the prefix are written as an ONNX graph."""
+
+    def __init__(self, plan: PrefixPlan, batch: list[torch.Tensor], weights: Weights) -> None:
+        super().__init__(plan, batch, weights, checks=True, fuse_norms=False)
+        self.refusal: str | None = None  # why there is no model
+        self._graph = OnnxGraph()
+        self._names: dict[int, str] = {}  # of values and, by ~number, of leaves
+        self._inputs: list[int] = []
+
+    def call(self, at: int, call: Call, args: Any, kwargs: Any) -> Any:
+        with without_function_modes():
+            given, plain = split(args, kwargs)
+            if not self.is_as_recorded(call, given, plain):
+                self.diverge(f"the program changed: {name_of(call.func)} takes something else")
+            writes = call.kind == "prefix" and self.diverged is None and at not in self.plan.recomputed
+            if writes and self.refusal is None:
+                self._name(call, given)
+        out = call.func(*args, **kwargs)
+        if call.kind in ("form", "layout") or self.diverged is not None:
+            return out
+        with without_function_modes():
+            self.remember(call, given, out)
+            if writes:
+                self._write(call, out, args, kwargs)
+        return out
+
+    def _name(self, call: Call, given: list[torch.Tensor]) -> None:
+        """The names of the tensors that a call reads, with the values that they have before it."""
+        graph, values = self._graph, self.plan.values
+        try:
+            for tensor, number in zip(given, call.reads, strict=True):
+                if number not in self._names and (number < 0 or not values[number].depends):
+                    self._names[number] = graph.constant(tensor.detach().clone(), f"weight_{number}")
+                elif number not in self._names:
+                    self._inputs.append(number)
+                    self._names[number] = _input(number)
+                graph.names[id(tensor)] = self._names[number]
+        except Unsupported as why:
+            self.refusal = str(why)
+
+    def _write(self, call: Call, out: Any, args: Any, kwargs: Any) -> None:
+        made, _ = split(out)
+        self.outputs |= {n: (t.detach().clone(), 0) for n, t in zip(call.makes, made, strict=True) if n in self.plan.keeps}
+        if self.refusal is not None:
+            return
+        try:
+            names = self._graph.write(name_of(call.func), out, args, kwargs)
+            self._names.update(zip(call.makes, [names] if isinstance(names, str) else names, strict=True))
+        except Unsupported as why:
+            self.refusal = str(why)
+        self._graph.names.clear()
+
+    def model(self) -> tuple[bytes, tuple[int, ...]]:
+        """The written model, and which tensors of the batch it reads."""
+        from onnx import helper, numpy_helper
+
+        values = self.plan.values
+        for number in self.plan.frontier:
+            self._graph.nodes.append(("Identity", [self._names[number]], [_output(number)], {}))
+
+        def described(name: str, number: int) -> Any:
+            kind = helper.np_dtype_to_tensor_dtype(array(torch.empty(0, dtype=values[number].dtype)).dtype)
+            shape = values[number].shape
+            return helper.make_tensor_value_info(name, kind, [None, *shape[1:]] if shape else [])
+
+        graph = helper.make_graph(
+            [helper.make_node(op, given, made, **settings) for op, given, made, settings in self._graph.nodes],
+            "prefix",
+            [described(_input(number), number) for number in self._inputs],
+            [described(_output(number), number) for number in self.plan.frontier],
+            [numpy_helper.from_array(value, name) for name, value in self._graph.constants.items()],
+        )
+        whole = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=9)
+        return whole.SerializeToString(), tuple(self._inputs)
+
+
+class OnnxRuntime:
+    """Makes models of prefixes. Equal models, as for batches of different sizes, share one session."""
+
+    def __init__(self) -> None:
+        self._sessions: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+        self._seconds: list[float] = []
+
+    @property
+    def seconds_per_model(self) -> float:
+        """What another prefix costs; 0 before the first."""
+        return sum(self._seconds) / max(len(self._seconds), 1)
+
+    def build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> PrefixModel | str:
+        """The model of a prefix, or why there is none."""
+        start = time.monotonic()
+        if export.refusal is not None:
+            return export.refusal
+        try:
+            written, inputs = export.model()
+            threads = torch.get_num_threads()
+            key = hashlib.sha256(written).digest(), threads
+            session = self._sessions.get(key)
+            if session is None:
+                session = self._sessions[key] = _session(written, threads)
+            model = PrefixModel(session, inputs, plan.signature(), threads)
+            found = model.run(plan, batch)
+        except Exception as error:  # whatever the runtime raises, PyTorch can still run the prefix
+            return f"ONNX Runtime cannot run it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        finally:
+            self._seconds.append(time.monotonic() - start)
+        if not export.is_whole() or not all(_is_near(one, other) for one, other in zip(found, export.rows(), strict=True)):
+            return f"the results of ONNX Runtime differ from those of PyTorch by more than {TOLERANCE:g}"
+        return model
+
+
+def _session(model: bytes, threads: int) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # PyTorch's threads work in between
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not other.is_floating_point():
+        return torch.equal(one, other)
+    largest = other.abs().nan_to_num(0, 0, 0).amax().item() if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * largest, equal_nan=True)

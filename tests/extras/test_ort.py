@@ -1,0 +1,292 @@
+"""The prefix on the real ONNX Runtime: results and gradients are those of plain PyTorch. `make test-extras`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pliant import Session, recipes
+from pliant.engine.prefix import onnx_runtime
+from pliant.engine.prefix.feature_cache import Features
+from pliant.engine.prefix.onnx_runtime import OnnxRuntime
+from pliant.engine.prefix.prefix import Prefix
+
+onnxruntime = pytest.importorskip("onnxruntime")
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def no_onnx_runtime() -> None:
+    """Here it is used."""
+
+
+class Calls(nn.Module):
+    """Frozen calls, then a trained layer."""
+
+    def __init__(self, body: nn.Module | Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body = body.eval().requires_grad_(False) if isinstance(body, nn.Module) else body
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def runs_alike(model: nn.Module, batch: torch.Tensor, prefix: Prefix, steps: int = 3) -> None:
+    """Losses and gradients of a few passes are plain autograd's."""
+    chosen = [param for param in model.parameters() if param.requires_grad]
+    plain = loss(model, batch)
+    wanted = torch.autograd.grad(plain, chosen)
+    for _ in range(steps):
+        value = prefix.run(lambda: loss(model, batch), batch)
+        torch.testing.assert_close(value, plain, **NEAR)
+        torch.testing.assert_close(torch.autograd.grad(value, chosen), wanted, **NEAR)
+
+
+def models_of(prefix: Prefix) -> list[Any]:
+    return [plan.on_runtime for plan in prefix._programs.values() if plan.on_runtime is not None]
+
+
+def norm(width: int) -> nn.BatchNorm2d:
+    made = nn.BatchNorm2d(width)
+    made.running_mean.normal_()
+    made.running_var.uniform_(0.5, 2.0)
+    return made
+
+
+FUNCTIONS: dict[str, Any] = {
+    "convolutions": nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1), nn.Conv2d(8, 8, (3, 1), 1, (1, 0), 1, 4), nn.Conv2d(8, 4, 1)),
+    "dilated": nn.Conv2d(4, 4, 3, padding=2, dilation=2, bias=False),
+    "conv1d": lambda x: F.conv1d(x.flatten(2), torch.ones(2, 4, 3), padding=1),
+    "batch norm": nn.Sequential(nn.Conv2d(4, 8, 3), norm(8), nn.ReLU6(inplace=True), nn.BatchNorm2d(8, affine=False)),
+    "layer norm": nn.LayerNorm((6, 6)),
+    "layer norm without weights": nn.LayerNorm(6, elementwise_affine=False),
+    "pools": nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(2, 1, 1, count_include_pad=False), nn.AdaptiveAvgPool2d(1)),
+    "pool to 3": nn.AdaptiveAvgPool2d(3),
+    "pad": lambda x: F.pad(x, (1, 2, 0, 1), value=0.5),
+    "linear": nn.Sequential(nn.Linear(6, 3), nn.Flatten(), nn.Linear(72, 5, bias=False)),
+    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x + 1, x * 2),
+    "attention with a mask": lambda x: F.scaled_dot_product_attention(x, x, x, torch.ones(6, 6).tril().bool()),
+    "softmax": lambda x: x.softmax(1),
+    "activations": nn.Sequential(
+        nn.ReLU(), nn.SiLU(), nn.Hardswish(), nn.Hardsigmoid(), nn.GELU(), nn.GELU("tanh"), nn.ELU(0.5), nn.SELU(), nn.Mish(),
+        nn.LeakyReLU(0.2), nn.Tanh(), nn.Sigmoid(), nn.Hardtanh(0.1, 0.6),
+    ),
+    "arithmetic": lambda x: (2 - (x + 1) * 0.5 - x / 3 + 1 / 2).clamp(min=-1).clamp(max=1.5).add_(1).mul_(x).sub(x),
+    "dropout": nn.Sequential(nn.Dropout(0.5), nn.ReLU()),
+    "shapes": lambda x: x.permute(0, 2, 3, 1).contiguous().view(-1, 4)[:, :].unsqueeze(1).reshape(4, -1, 4).transpose(1, 2),
+    "indices": lambda x: torch.cat([x[:, 0], x[..., 1:5:2, :].flatten(1, 2)[:, -6:], x[:, -1, :3]], 1),
+    "split": lambda x: torch.cat([*x.split([1, 3], 1)[::-1], *x.chunk(2, 1)], 1),
+    "unbind": lambda x: x.unbind(1)[2] * x.mean((1, 3)).unsqueeze(2) + x.mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_written(name: str) -> None:
+    torch.manual_seed(0)
+    model, prefix = Calls(copy.deepcopy(FUNCTIONS[name])), Prefix(nn.Identity(), runtime=OnnxRuntime())
+    prefix.model = model
+    runs_alike(model, torch.randn(4, 4, 6, 6), prefix)
+    assert len(models_of(prefix)) == 1 and "runtime" not in prefix.reasons
+
+
+def test_token_ids_are_read() -> None:
+    model = Calls(nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6)))
+    prefix = Prefix(model, runtime=OnnxRuntime())
+    runs_alike(model, torch.randint(9, (4, 5)), prefix)
+    assert len(models_of(prefix)) == 1
+
+
+class Small(nn.Module):
+    """Pointwise and grouped convolutions with norms, and a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), norm(8), nn.ReLU6(inplace=True))
+        self.depth = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1, groups=8, bias=False), norm(8), nn.ReLU6(inplace=True))
+        self.point = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), norm(8))
+        self.last = nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), norm(16), nn.ReLU6(inplace=True))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head(self.last(x + self.point(self.depth(x))).mean((2, 3)))
+
+
+def small() -> Small:
+    torch.manual_seed(0)
+    return Small()
+
+
+def batches(count: int, size: int = 4) -> list[torch.Tensor]:
+    return list(torch.randn(count, size, 3, 12, 12, generator=torch.Generator().manual_seed(1)))
+
+
+def train(model: nn.Module, engine: str, data: list[torch.Tensor], **how: Any) -> tuple[Session, dict[str, torch.Tensor]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    ids = [list(range(len(batch) * i, len(batch) * (i + 1))) for i, batch in enumerate(data)] if "cache" in how else None
+    with Session(model, optimizer, loss, recipes.only("last.*", "head.*"), engine=engine, **how) as session:
+        for i, batch in enumerate(data * 2):
+            session.step(batch, None if ids is None else ids[i % len(data)])
+    return session, model.state_dict()
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_training_is_that_of_plain_autograd(layout: torch.memory_format) -> None:
+    data = [batch.contiguous(memory_format=layout) for batch in batches(4)]
+    one, other = small().to(memory_format=layout), small().to(memory_format=layout)
+    session, ours = train(one, "auto", data)
+    _, plain = train(other, "plain", data)
+    torch.testing.assert_close(ours, plain, **NEAR)
+    assert session.engine == "prefix" and "runtime" not in session.why_not
+    assert len(models_of(session._engine._prefix)) == 1 and session._engine.seconds_per_capture > 0
+
+
+def test_a_feature_cache_is_filled_by_the_runtime() -> None:
+    data = batches(3)
+    session, ours = train(small(), "auto", data, cache="1MB")
+    _, plain = train(small(), "plain", data)
+    torch.testing.assert_close(ours, plain, **NEAR)
+    features = session._engine.features
+    assert features.stored == 12 and features.hits >= 12 and session.engine == "prefix, cache"
+    assert len(models_of(session._engine._prefix)) == 1
+
+
+def test_batches_of_other_sizes_share_one_session() -> None:
+    model, runtime = small().eval(), OnnxRuntime()
+    model.stem.requires_grad_(False)
+    prefix = Prefix(model, runtime=runtime)
+    for size in (4, 7, 1):
+        runs_alike(model, torch.randn(size, 3, 12, 12), prefix)
+    assert len(models_of(prefix)) == 3 and len(runtime._sessions) == 1
+
+
+def test_new_statistics_and_weights_make_a_new_model() -> None:
+    model, batch = small().eval(), batches(1)[0]
+    model.stem.requires_grad_(False)
+    prefix = Prefix(model, runtime=OnnxRuntime())
+    runs_alike(model, batch, prefix)
+    before = models_of(prefix)
+    model.stem[1].running_mean.add_(0.5)
+    runs_alike(model, batch, prefix)
+    after = models_of(prefix)
+    assert after != before
+    with torch.no_grad():
+        model.stem[0].weight.mul_(1.5)
+    runs_alike(model, batch, prefix)
+    assert models_of(prefix) != after
+
+
+def test_weights_that_change_in_every_step_make_no_model() -> None:
+    model, batch = small().eval(), batches(1)[0]
+    model.stem.requires_grad_(False)
+    prefix = Prefix(model, runtime=OnnxRuntime())
+    for _ in range(4):
+        runs_alike(model, batch, prefix, steps=1)
+        model.stem[1].running_mean.add_(0.1)
+    assert not models_of(prefix)
+
+
+def test_other_threads_make_another_session() -> None:
+    model, batch = small().eval(), batches(1)[0]
+    model.stem.requires_grad_(False)
+    prefix, before = Prefix(model, runtime=OnnxRuntime()), torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            runs_alike(model, batch, prefix)
+            assert [one.threads for one in models_of(prefix)] == [threads]
+    finally:
+        torch.set_num_threads(before)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a function": (lambda x: x.cumsum(1), "cumsum is not written for ONNX Runtime"),
+    "an argument": (lambda x: x.add(x, alpha=2), "add is not written for ONNX Runtime with such arguments"),
+    "a type": (lambda x: x.double() * 2, "values of float64 on cpu are not written for ONNX Runtime"),
+    "randomness": (lambda x: F.dropout(x, 0.5), "dropout draws random numbers in the prefix"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_there_runs_as_before(name: str) -> None:
+    body, why = REFUSED[name]
+    model = Calls(body)
+    prefix = Prefix(model, runtime=OnnxRuntime())
+    batch = torch.randn(4, 4, 5, 5)
+    for _ in range(3):
+        torch.manual_seed(0)
+        value = prefix.run(lambda: loss(model, batch), batch)
+        torch.manual_seed(0)
+        assert torch.equal(value, loss(model, batch))
+    assert prefix.reasons["runtime"] == why and not models_of(prefix)
+
+
+@pytest.mark.parametrize(("engine", "mode"), [("auto", "plain"), ("prefix", "prefix")])
+def test_a_session_says_why_not_and_goes_on(engine: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", fails)
+    session, ours = train(small(), engine, batches(3))
+    _, plain = train(small(), "plain", batches(3))
+    torch.testing.assert_close(ours, plain, **NEAR)
+    assert session.engine == mode
+    assert session.why_not["runtime"] == "ONNX Runtime cannot run it: RuntimeError: no such kernel"
+
+
+def test_wrong_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = onnx_runtime.PrefixModel.run
+    monkeypatch.setattr(onnx_runtime.PrefixModel, "run", lambda *given: tuple(one + 0.01 for one in run(*given)))
+    session, ours = train(small(), "auto", batches(2))
+    _, plain = train(small(), "plain", batches(2))
+    torch.testing.assert_close(ours, plain, **NEAR)
+    assert session.why_not["runtime"] == "the results of ONNX Runtime differ from those of PyTorch by more than 0.0001"
+
+
+def test_a_run_that_fails_later_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = small().eval(), batches(1)[0]
+    model.stem.requires_grad_(False)
+    prefix = Prefix(model, Features("1MB"), runtime=OnnxRuntime())
+    runs_alike(model, batch, prefix)
+
+    def fails(*given: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(onnx_runtime.PrefixModel, "run", fails)
+    runs_alike(model, batch, prefix)
+    assert prefix.reasons["runtime"] == "ONNX Runtime failed: RuntimeError: out of memory"
+
+
+def test_in_a_loop_of_ones_own_nothing_is_told_of_it() -> None:
+    model, batch = small().double(), batches(1)[0].double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Session(model, optimizer, loss, recipes.only("last.*", "head.*")) as session:
+        session.step(batch)
+        session.step(batch)
+        assert session.engine == "plain" and "float64" in session.why_not["runtime"]
+        session.before_step(batch)
+        loss(model, batch).backward()
+        optimizer.step()
+        assert "runtime" not in session.why_not
+
+
+def test_where_memory_is_limited_the_runtime_is_left_out() -> None:
+    model, batch = small(), batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Session(model, optimizer, loss, recipes.pliant(memory="1MB"), engine="lean+prefix") as session:
+        for _ in range(3):
+            session.step(batch)
+        assert session.why_not["runtime"] == "the limit on memory does not count what ONNX Runtime holds"
+        assert not models_of(session._engine._prefix)

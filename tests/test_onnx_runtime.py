@@ -1,0 +1,138 @@
+"""The prefix on an inference runtime, without one: how it steps aside, and that what it computes is used."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pliant import Session, recipes
+from pliant.engine.prefix import onnx_runtime
+from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, runtime_for
+from pliant.engine.prefix.prefix import Prefix
+from pliant.engine.prefix.prefix_plan import PrefixPlan
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    model[:2].requires_grad_(False)
+    return model
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+class StandIn(OnnxRuntime):
+    """Gives what the writing pass computed, for its batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> Any:
+        assert export.refusal is None
+        runtime, rows, weights = self, export.rows(), plan.signature()
+
+        class Model:
+            def fits(self, plan: PrefixPlan) -> bool:
+                return plan.signature() == weights
+
+            def run(self, plan: PrefixPlan, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+                assert all(a is b for a, b in zip(given, batch, strict=True))
+                runtime.runs += 1
+                return tuple(row.clone() for row in rows)
+
+        return Model()
+
+
+def test_what_the_runtime_computes_is_used() -> None:
+    model, batch, runtime = net(), torch.randn(4, 3, 5, 5), StandIn()
+    prefix = Prefix(model, runtime=runtime)
+    plain = torch.autograd.grad(loss(model, batch), model[3].parameters())
+    for runs in (0, 0, 1, 2):
+        ours = torch.autograd.grad(prefix.run(lambda: loss(model, batch), batch), model[3].parameters())
+        assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True)) and runtime.runs == runs
+    assert prefix.reasons == {}
+
+
+def test_calls_of_the_prefix_do_not_run_again() -> None:
+    model, batch, ran = net(), torch.randn(4, 3, 5, 5), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    prefix = Prefix(model, runtime=StandIn())
+    for _ in range(3):
+        ran.clear()
+        with Watch():
+            prefix.run(lambda: loss(model, batch), batch)
+    assert ran.count("convolution") == 1 and "relu" not in ran
+
+
+def test_new_statistics_are_seen() -> None:
+    model, batch, runtime = net(), torch.randn(4, 3, 5, 5), StandIn()
+    prefix = Prefix(model, runtime=runtime)
+    for _ in range(3):
+        prefix.run(lambda: loss(model, batch), batch)
+    model[1].running_mean.add_(1.0)
+    for runs in (1, 1, 2):  # the present way, another model, that model
+        torch.testing.assert_close(prefix.run(lambda: loss(model, batch), batch), loss(model, batch))
+        assert runtime.runs == runs
+
+
+def test_values_that_somebody_keeps_are_computed() -> None:
+    """A model that stores a frozen value would store a placeholder."""
+    model, batch, kept = net(), torch.randn(4, 3, 5, 5), {}
+    prefix = Prefix(model, runtime=StandIn())
+
+    def forward() -> torch.Tensor:
+        kept["value"] = model[0](batch)
+        return loss(model[1:], kept["value"])
+
+    for _ in range(4):
+        prefix.run(forward, batch)
+        assert torch.allclose(kept["value"], model[0](batch))
+    assert prefix.reasons["runtime"] == "values of the prefix are still alive after the forward pass"
+
+
+def test_without_the_package_sessions_run_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: False)
+    model = net().requires_grad_(True)
+    assert runtime_for(model) is None
+    with Session(model, torch.optim.SGD(model.parameters(), 0.1), loss, recipes.only("3.*")) as session:
+        session.step(torch.randn(4, 3, 5, 5))
+        assert "runtime" not in session.why_not
+
+
+def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    model, batch = net(), torch.randn(4, 3, 5, 5)
+    prefix = Prefix(model, runtime=OnnxRuntime())
+    for _ in range(3):
+        torch.testing.assert_close(prefix.run(lambda: loss(model, batch), batch), loss(model, batch))
+    assert prefix.reasons["runtime"].startswith("ONNX Runtime cannot run it: ModuleNotFoundError: ")
+
+
+@pytest.mark.parametrize(
+    ("model", "serves"),
+    [
+        (nn.Conv2d(4, 4, 1), True),
+        (nn.Conv2d(4, 4, 3, groups=4), True),
+        (nn.Conv2d(4, 4, 3), False),
+        (nn.Linear(4, 4), False),
+    ],
+)
+def test_it_serves_the_models_that_it_was_measured_on(model: nn.Module, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(onnx_runtime, "is_slow_here", lambda model: False)
+    assert (runtime_for(model) is not None) == serves
+    monkeypatch.setattr(onnx_runtime, "is_slow_here", lambda model: True)  # custom kernels are there
+    assert runtime_for(model) is None
