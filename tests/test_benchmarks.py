@@ -242,7 +242,7 @@ def test_a_foreign_model_that_fails_is_named_with_its_reason() -> None:
         {"row": "torchvision/c", "left out": "no nms"},
     ]
     lines = foreign.table(cells).splitlines()
-    assert "| timm | 2 | 1 |" in lines and "| all | 2 | 1 (50 %) |" in lines
+    assert "| timm | 2 | 1 |" in lines and "| all | 2 | 1 (50.0 %) |" in lines
     assert r"| timm/b | memory | why \| not |" in lines
     assert "| torchvision/c | – | left out: no nms; run it on a GPU machine |" in lines
     assert "| timm/a | pass | 0.52 | 3 of 9 | – |" in lines

@@ -486,7 +486,7 @@ def test_a_resource_that_was_not_measured_cannot_be_limited() -> None:
 
 
 def test_a_full_step_may_take_no_more_memory_than_inference() -> None:
-    with pytest.raises(BudgetError, match=r"memory=0\.5 is a share of nothing: .* Leave memory= out, or give an amount"):
+    with pytest.raises(BudgetError, match=r"memory=0\.5 is a share of 0: .* Leave memory= out, or give an amount"):
         Budget(memory=0.5).limits(Cost(1.0, 0, 1))
     assert Budget(memory="1kB").limits(Cost(1.0, 0, 1)) == {"bytes": 1000.0}
 
