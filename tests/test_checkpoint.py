@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from oracle import differences, snapshot
 from torch import nn
@@ -341,3 +345,50 @@ def test_an_interrupted_write_leaves_nothing_beside_the_file(
         with pytest.raises(KeyboardInterrupt):
             write_aside(tmp_path / "run.pt", b"new")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_scheduler_that_came_later_is_no_other_optimizer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    runs = []
+    for _ in range(2):
+        model = torch.nn.Linear(4, 2)
+        runs.append((model, torch.optim.SGD(model.parameters(), 0.1)))
+    (model, optimizer), (other, late) = runs
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with Session(model, optimizer, loss, recipes.full()) as session:
+        session.step(torch.randn(3, 4))
+        session.save(tmp_path / "run.pt")
+    torch.optim.lr_scheduler.ConstantLR(late)  # adds 'initial_lr' to the groups
+    with Session(other, late, loss, recipes.full()) as session:
+        session.load(tmp_path / "run.pt")
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_an_archive_with_compressed_entries_is_refused(tmp_path: Path) -> None:
+    """They could be of any size once they are unpacked."""
+    save_archive(tmp_path / "run.pt", {"x": torch.zeros(1000)})
+    with zipfile.ZipFile(tmp_path / "run.pt") as plain:
+        entries = {entry.filename: plain.read(entry) for entry in plain.infolist()}
+        comment = plain.comment
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+        archive.comment = comment
+    body = packed.getvalue()[: -len(comment) - 2]
+    mark = comment[:-64]
+    forged = mark + sha256(body).hexdigest().encode()
+    (tmp_path / "run.pt").write_bytes(body + len(forged).to_bytes(2, "little") + forged)
+    with pytest.raises(ValueError, match="compressed entries"):
+        load_archive(tmp_path / "run.pt")
+
+
+def test_a_weight_file_does_not_name_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    about = {"model": f"timm:resnet18@{tmp_path / 'other.safetensors'}"}
+    path.write_bytes(seal_tensors(safetensors.torch.save({"x": torch.zeros(2)}, about)))
+    with pytest.raises(ValueError, match="a file may not choose the code that runs"):
+        models.load(str(path))

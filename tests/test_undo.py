@@ -203,3 +203,18 @@ def test_rollback_with_another_optimizer_starts_it_afresh() -> None:
         session.rollback()
         assert differences(before, snapshot(model)["weights"]) == []
         session.step(batch)
+
+
+def test_rollback_forgets_the_history_of_lbfgs() -> None:
+    """It is one for all parameters, and kept with the first of them, chosen or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    x = torch.randn(5, 4)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with Session(model, torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2), loss, recipes.head(), undo=True) as session:
+        first = [float(session.step(x)) for _ in range(3)]
+        session.rollback()
+        assert [float(session.step(x)) for _ in range(3)] == first
