@@ -180,11 +180,9 @@ class Loop:
 
     def _heed_flags(self) -> None:
         """What the user has frozen is not chosen, and what was chosen of it is chosen no more."""
-        if self.flags.heed_():
+        for text in self.flags.heed_():
             self.controller.frozen = self.flags.frozen
-            self.note(f"you froze {', '.join(sorted(self.flags.frozen)) or 'nothing any more'}")
-            if self.flags.late:
-                self.note(f"frozen when the session began, so not chosen in it: {', '.join(sorted(self.flags.late))}")
+            self.note(text)
             if self.controller.selection is not None and not self.selection.params.isdisjoint(self.flags.frozen):
                 self.controller.ask_again()
 

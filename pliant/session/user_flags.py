@@ -24,22 +24,21 @@ class UserFlags:
         self._has_chosen = False
         self.frozen: frozenset[str] = frozenset()  # of these, by the user
         self._names = {param: name for name, param in model.named_parameters()}
-        self.late: frozenset[str] = frozenset()  # unfrozen by the user, but frozen when the session began: not to be chosen
 
     def remember(self) -> None:
         """The session has set flags for a selection."""
         self._set = {param: param.requires_grad for param in self._set}
         self._has_chosen = True
 
-    def heed_(self) -> bool:
-        """Take in what changed since. Returns whether other parameters than before are frozen by the user.
+    def heed_(self) -> list[str]:
+        """Take in what changed since. Returns what to say of it.
 
         What was unfrozen waits for the next selection, or for the next session if it was frozen when this one began. Until then
         it stays frozen.
         """
         changed = {param: param.requires_grad for param, flag in self._set.items() if param.requires_grad != flag}
         if not changed:
-            return False
+            return []
         before = self.frozen
         self._want(changed)
         for param, flag in changed.items() if self._has_chosen else ():
@@ -47,8 +46,8 @@ class UserFlags:
                 param.requires_grad_(False)
         self._set = {param: param.requires_grad for param in self._set}
         late = {self._names[param] for param, flag in changed.items() if flag} - set(self._params)
-        self.late = frozenset(late)
-        return self.frozen != before or bool(late)
+        texts = [f"you froze {', '.join(sorted(self.frozen)) or 'nothing any more'}"] if self.frozen != before else []
+        return texts + ([f"frozen when the session began, so not chosen in it: {', '.join(sorted(late))}"] if late else [])
 
     def _want(self, flags: Mapping[nn.Parameter, bool]) -> None:
         self._wanted = replace(self._wanted, requires_grad={**self._wanted.requires_grad, **flags})
