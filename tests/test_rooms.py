@@ -24,8 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"core", "graph", "cost", "signals"},
     "engine": {"core", "runtime", "graph"},
     "session": {"core", "runtime", "graph", "cost", "signals", "planning", "engine"},
-    "apps": {"core", "runtime", "graph", "cost", "signals", "planning", "engine", "session"},
-    "cli": {"core", "runtime", "cost", "planning", "session", "apps"},
+    "integrations": {"core", "runtime", "graph", "cost", "signals", "planning", "engine", "session"},
+    "export": {"core", "runtime", "graph", "cost", "signals", "planning", "engine", "session"},
+    "apps": {"core", "runtime", "graph", "cost", "signals", "planning", "engine", "session", "export"},
+    "cli": {"core", "runtime", "cost", "planning", "session", "export", "apps"},
 }
 # packages outside the standard library: what every room may import, and what one room may beside it
 EVERYWHERE_BUT_CORE = {"torch", "numpy"}
@@ -34,6 +36,8 @@ BESIDES = {
     "cost": {"scipy"},
     "engine": {"triton", "onnx", "onnxruntime"},
     "session": {"safetensors"},
+    "integrations": {"transformers", "accelerate", "lightning", "flwr", "safetensors"},
+    "export": {"executorch", "onnx", "onnxruntime", "safetensors"},
     "apps": {"safetensors", "rich", "sklearn", "PIL", "jinja2"},
     "cli": {"rich", "typer"},
 }
