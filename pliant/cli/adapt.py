@@ -64,7 +64,7 @@ def adapt(
     Example: pliant adapt --support birds/few --query birds/new --memory 1MB --macs 0.15 --out birds.safetensors
     """
     console = Console(stderr=as_json)
-    with exit_on_errors(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
+    with exit_on_errors(ValueError, RuntimeError, stopped="stopped: nothing was written."):
         with naming("--memory, --macs"):
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
         with naming("--lr"):

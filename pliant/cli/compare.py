@@ -58,7 +58,7 @@ def compare(
         end = f"accuracy {row.result['evaluations'][-1]['accuracy']:.1%}" if row.result is not None else f"failed: {row.error}"
         console.print(f"{done}/{total} {row.cell.name}: {end}", markup=False, highlight=False, soft_wrap=True)
 
-    with exit_on_errors(Console(stderr=True), stopped="stopped: the same command continues from here."):
+    with exit_on_errors(stopped="stopped: the same command continues from here."):
         base = Options(**given)
         check_data("--data", base.data)
         recipes = recipe or ["full", "last", "elastic_layers", "pliant"]

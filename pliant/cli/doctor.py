@@ -27,7 +27,7 @@ def doctor(
     Exit codes: 0 the library runs here, even if extras are missing; 1 it does not.
     """
     console = Console()
-    with exit_on_errors(Console(stderr=True)):
+    with exit_on_errors():
         found = examine(peaks)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))

@@ -47,7 +47,7 @@ def meta_train(
     def stopped(_: KeyboardInterrupt) -> str:
         return "stopped: continue with --resume." if state.exists() else "stopped: no task was finished yet."
 
-    with exit_on_errors(console, ValueError, RuntimeError, stopped=stopped):
+    with exit_on_errors(ValueError, RuntimeError, stopped=stopped):
         if out.exists() or (state.exists() and not resume):
             file, what = (out, "choose another --out") if out.exists() else (state, "continue with --resume")
             raise ValueError(f"{str(file)!r} is there already, from another run: {what}, or remove it.")

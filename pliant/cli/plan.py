@@ -34,7 +34,7 @@ def plan(
     """
     console = Console()
     torch.set_num_threads(threads)
-    with exit_on_errors(Console(stderr=True), ValueError):
+    with exit_on_errors(ValueError):
         options = Options(model=model, **given)
         check_data("--data", options.data)
         policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)

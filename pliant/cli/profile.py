@@ -46,11 +46,11 @@ def profile(
     """
     console = Console()
     if cached or clear:
-        with exit_on_errors(console):
+        with exit_on_errors():
             _show_kept(console, kept_profiles.kept() if cached else None, kept_profiles.clear() if clear else None, as_json)
         return
     torch.set_num_threads(threads)
-    with exit_on_errors(console, ValueError, RuntimeError):
+    with exit_on_errors(ValueError, RuntimeError):
         if shape and not all(n.isdecimal() for n in shape.split("x")):
             raise UsageError(f"--shape: {shape!r} is not a shape. Write whole numbers with an x between them, like 3x128x128.")
         where = tasks.device_of(device)

@@ -34,7 +34,7 @@ def train(
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C (after a step, with everything saved).
     """
     console = Console(stderr=as_json, quiet=as_json)
-    with exit_on_errors(Console(stderr=True), ValueError, stopped=_stopped):
+    with exit_on_errors(ValueError, stopped=_stopped):
         options = _all_options(given, config)
         with shown(console) as show:
             result = training.train(options, None if as_json else show)
