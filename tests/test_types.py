@@ -462,14 +462,37 @@ def test_a_budget_in_shares_in_units_and_as_a_function(budget: Budget, limits: d
 
 
 @pytest.mark.parametrize(
-    "bad", [0, -0.1, 1.5, 100, float("nan"), float("inf"), True, "0.4", "0%", "101%", "%", "12", "ms", "-3ms", "0ms", "3MB", "", [], 0.2j]
+    "bad",
+    [
+        0,
+        -0.1,
+        1.5,
+        100,
+        float("nan"),
+        float("inf"),
+        True,
+        "0.4",
+        "0%",
+        "101%",
+        "%",
+        "12",
+        "ms",
+        "-3ms",
+        "0ms",
+        "3MB",
+        "",
+        [],
+        0.2j,
+    ],
 )
 def test_a_budget_that_makes_no_sense_is_refused_at_once(bad: Any) -> None:
     with pytest.raises(ValueError, match="time="):
         Budget(time=bad)
 
 
-@pytest.mark.parametrize(("kind", "bad"), [("memory", "64m"), ("memory", "3s"), ("macs", "1GFLOP"), ("energy", "3W"), ("energy", "3MJ")])
+@pytest.mark.parametrize(
+    ("kind", "bad"), [("memory", "64m"), ("memory", "3s"), ("macs", "1GFLOP"), ("energy", "3W"), ("energy", "3MJ")]
+)
 def test_units_of_measure_belong_to_their_resource(kind: str, bad: str) -> None:
     with pytest.raises(ValueError, match=rf"{kind}='{bad}' is not an amount: write a share like 0\.4 or 40%, or a number with"):
         Budget(**{kind: bad})  # type: ignore[arg-type]

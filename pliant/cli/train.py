@@ -15,8 +15,9 @@ from pliant.apps import train as training
 from pliant.apps.train import Options, Result, Stopped
 from pliant.apps.train.options import check_no_code
 from pliant.cli.app import UsageError, app, check_data, exit_on_errors
-from pliant.cli.live import duration, shown
+from pliant.cli.live import shown
 from pliant.cli.options import Given, train_options
+from pliant.cli.progress import duration
 
 
 @app.command()
