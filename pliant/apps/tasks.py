@@ -184,6 +184,16 @@ def judge(model: nn.Module, split: data.Split) -> tuple[float, float]:
     return hits / len(split), total / len(split)
 
 
+def confusion(model: nn.Module, split: data.Split, classes: int) -> list[list[int]]:
+    """How many samples of each class (row) a model takes for each class (column). Leaves no trace."""
+    counts = torch.zeros(classes, classes, dtype=torch.int64)
+    with _evaluating(model):
+        for some, labels in zip(split.images.split(_EVALUATION_BATCH), split.labels.split(_EVALUATION_BATCH), strict=True):
+            found = model(some).argmax(1)
+            counts.view(-1).index_add_(0, (labels * classes + found).cpu(), torch.ones(len(labels), dtype=torch.int64))
+    return counts.tolist()
+
+
 def session(
     task: Task,
     policy: Policy,

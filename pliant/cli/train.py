@@ -17,7 +17,7 @@ from pliant.apps.train.options import check_no_code
 from pliant.cli.app import UsageError, app, check_data, exit_on_errors
 from pliant.cli.live import shown
 from pliant.cli.options import Given, train_options
-from pliant.cli.progress import duration
+from pliant.core import text
 
 
 @app.command()
@@ -84,17 +84,17 @@ def _stopped(how: KeyboardInterrupt) -> str:
 
 def _print(console: Console, result: Result) -> None:
     end = "rolled back to the start" if result.rolled_back else f"{result.accuracy:.1%}"
-    step = f", {result.seconds_per_step * 1e3:.3g} ms per step" if result.seconds_per_step else ""
+    step = f", {text.seconds(result.seconds_per_step)} per step" if result.seconds_per_step else ""
     console.print(
         f"validation accuracy {result.evaluations[0].accuracy:.1%} → {end}; best {result.best.accuracy:.1%} at step "
-        f"{result.best.step}; trained for {duration(result.seconds)}{step}",
+        f"{result.best.step}; trained for {text.seconds(result.seconds)}{step}",
         highlight=False,
         soft_wrap=True,
     )
     if result.memory_bytes is not None:
-        console.print(f"memory of a step beyond inference: {result.memory_bytes / 1e6:.4g} MB", highlight=False)
+        console.print(f"memory of a step beyond inference: {text.size(result.memory_bytes)}", highlight=False)
     if result.joules is not None:
-        console.print(f"energy: {result.joules:.4g} J", highlight=False)
+        console.print(f"energy: {text.joules(result.joules)}", highlight=False)
     console.print(
         f"best.safetensors, last.safetensors and run.jsonl are in {result.out}", markup=False, highlight=False, soft_wrap=True
     )

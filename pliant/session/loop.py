@@ -69,6 +69,7 @@ class Loop:
         self._elements = 0  # of the batch whose step is measured
         self._full_step: FullStep | None = None  # while steps take turns with full steps
         self.change_seconds = 0.0  # what the last change of the selection took
+        self._lr: float | torch.Tensor | None = None  # of the step under way, in the first group
         self.energy: EnergyUse | None = None  # where joules are limited
 
     # ------------------------------------------------------------ where it stands
@@ -176,6 +177,7 @@ class Loop:
             raise
         check_in_groups(self.params, self.engine.optimizer, self.selection.params)
         self._hold_norms(self.selection.params)
+        self._lr = self.engine.optimizer.param_groups[0].get("lr")
         self.laps.begin()
 
     def _heed_flags(self) -> None:
@@ -194,7 +196,7 @@ class Loop:
         if result.loss is not None and self.engine.skipped:
             self.note("step skipped: its gradients are not finite")
         self.steps += 1
-        self.log.step(self.steps, self.round, result.loss, result.seconds)
+        self.log.step(self.steps, self.round, result.loss, result.seconds, self._lr)
         if result.bytes is not None:
             self.controller.feedback.see_bytes(result.bytes, self._elements)
             self.log.memory(self.steps, self.round, self.controller.feedback.rounds[-1], result.bytes)
@@ -222,7 +224,8 @@ class Loop:
             self.engine.units_are_sliced = any(part.dim is not None for unit in self.controller.units for part in unit.parts)
             self.engine.origin = self.profile.origin
         self.settle(self.budget)
-        self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
+        spent = self.time.spent["profiling"]
+        self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), spent, self.total_steps)
         for note in filter(None, notes):
             self.note(note)
 

@@ -32,6 +32,7 @@ from pliant.session import checkpoint, run_log
 from pliant.session.session import Session
 
 _SAVE_SECONDS = 60.0  # the most that a killed run loses
+_MOST_CLASSES = 50  # of a confusion matrix that is worth looking at
 _STATUS_SECONDS = 0.2  # between two status reports: reading a loss from a GPU waits for the GPU
 
 
@@ -89,6 +90,8 @@ class TrainingRun:
         return self.finish()
 
     def start(self) -> None:
+        begins = {"event": "run", "options": self.options.to_json(), "total_steps": self.steps, "classes": [*self.task.classes]}
+        run_log.append(self.folder.log, [begins], make_folder=False)  # first of all, for those who watch
         with self.spent.paused():
             batch = next(self.task.batches(self.options.batch, self.options.seed, 0))
             self.roofline = PendingRoofline(self.session, self.task.model, batch)
@@ -217,7 +220,7 @@ class TrainingRun:
             self.report_status(None, f"{why}: {done}{best}")
         full = self.session.profile.full.seconds
         self.check_folder()
-        return Result(
+        result = Result(
             out=os.fspath(self.folder.path),
             options=self.options,
             evaluations=tuple(self.evaluations),
@@ -232,6 +235,18 @@ class TrainingRun:
             joules=self.spent.joules,
             engine=self.session.engine,
         )
+        told = {name: value for name, value in result.to_json().items() if name not in ("format", "options", "rounds", "out")}
+        last_line = {"event": "result", "step": self.session.progress.step, **told}
+        run_log.append(self.folder.log, [self.by_class(), last_line], make_folder=False)
+        return result
+
+    def by_class(self) -> dict[str, Any]:
+        """How many validation images of each class the last weights classify rightly, and which class they take others for."""
+        with self.spent.paused():
+            confusion = tasks.confusion(self.task.model, self.task.validation, len(self.task.classes))
+        counts, hits = [sum(row) for row in confusion], [row[i] for i, row in enumerate(confusion)]
+        line = {"event": "classes", "step": self.session.progress.step, "split": "validation", "names": [*self.task.classes]}
+        return {**line, "counts": counts, "hits": hits, "confusion": confusion if len(confusion) <= _MOST_CLASSES else None}
 
     def peak_bytes(self) -> int:
         """Peak memory of a step with the current selection, beyond that of inference."""
