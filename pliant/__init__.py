@@ -10,6 +10,7 @@ from pliant.core.mode import Mode
 from pliant.core.types import Cost, Part, Selection, Unit
 from pliant.cost import measure, roofline
 from pliant.cost.profile import Profile
+from pliant.engine.prefix.feature_cache import Features
 from pliant.graph import units
 from pliant.moved import install_short_names
 from pliant.planning import recipes, solve
@@ -25,6 +26,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "Cost",
+    "Features",
     "Mode",
     "Part",
     "PliantError",
