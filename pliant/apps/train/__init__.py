@@ -20,6 +20,7 @@ __all__ = ["Evaluation", "OnStatus", "Options", "Result", "Status", "Stopped", "
 
 def load_task(options: Options) -> Task:
     """The model and the data that the options name."""
+    options = options.resolved()
     return tasks.load(
         options.model,
         options.data,
@@ -28,6 +29,9 @@ def load_task(options: Options) -> Task:
         device=options.device,
         scratch=options.scratch,
         validation=options.validation,
+        reading=options.reading,
+        augment=options.augment,
+        class_weights=options.class_weights,
     )
 
 
@@ -43,6 +47,7 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
     corrections and selection, but later decisions depend on how long its steps take. A run that was killed before its first
     step starts again.
     """
+    options = options.resolved()
     policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
     if options.resume:
         _check_same(options)
@@ -60,9 +65,10 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
             task,
             policy,
             batch=options.batch,
-            lr=options.lr,
+            lr=options.lr or 0.0,
+            optimizer=options.optimizer,
             epochs=options.epochs,
-            scratch=options.scratch,
+            scratch=options.from_scratch,
             engine=options.engine,
             exact=options.exact or not _depends_on_the_clock(policy, task.device),
             log=folder.log,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pliant.apps import models, run_folder, tasks
 from pliant.apps.layer_report import PendingReport
@@ -89,7 +88,7 @@ class TrainingRun:
     def start(self) -> None:
         with self.spent.paused():
             batch = next(self.task.batches(self.options.batch, self.options.seed, 0))
-            self.roofline = PendingRoofline(self.session, self.task.model, batch)
+            self.roofline = PendingRoofline(self.session, self.task, batch)
         self.evaluate(0)
         self.report_status(None, f"accuracy before training: {self.evaluations[0].accuracy:.1%}", evaluated=True)
         for split, purpose in ((self.task.validation, "to validate with"), (self.task.train, "to train on")):
@@ -116,7 +115,7 @@ class TrainingRun:
 
     def set_learning_rate_(self, step: int) -> None:
         for group in self.session.optimizer.param_groups:
-            group["lr"] = tasks.rate(self.options.lr, step, self.steps)
+            group["lr"] = tasks.rate(self.options.lr or 0.0, step, self.steps)
 
     def after_step(self, now: Progress, loss: torch.Tensor, stop: threading.Event) -> None:
         self.set_learning_rate_(now.step)
@@ -232,7 +231,7 @@ class TrainingRun:
         around = partial(around_forward, Mode(lean="lean" in self.session.engine.split("+")))
         update = self.session.update
         step, inference = measure.peak_bytes(
-            self.task.model, self.session.optimizer, tasks.loss, batch, update=update, around=around
+            self.task.model, self.session.optimizer, self.task.loss, batch, update=update, around=around
         )
         return step - inference
 
@@ -269,9 +268,9 @@ class PendingRoofline:
     The graph is read before anything is chosen, while every parameter is as the user left it; `event` follows the first step.
     """
 
-    def __init__(self, session: Session, model: nn.Module, batch: Any) -> None:
+    def __init__(self, session: Session, task: Task, batch: Any) -> None:
         self._session = session
-        self._report = PendingReport(model, tasks.loss, batch) if session.policy.cost is measure.timed else None
+        self._report = PendingReport(task.model, task.loss, batch) if session.policy.cost is measure.timed else None
 
     def event(self) -> dict[str, Any]:
         """The log line that a report draws the roofline from, or that says why there is none."""
