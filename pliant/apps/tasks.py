@@ -29,6 +29,7 @@ from pliant.core.types import match, nearest
 from pliant.graph.backward import trainable
 from pliant.planning import recipes
 from pliant.planning.policy import Policy
+from pliant.runtime.working import told
 from pliant.session.session import Session
 
 RECIPES: dict[str, Callable[..., Policy]] = {
@@ -63,7 +64,6 @@ class Task:
     augment: str = "none"
     class_weights: torch.Tensor | None = None
     skipped: tuple[Skipped, ...] = ()
-    ignored: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -132,7 +132,7 @@ def load(
     train, validated = (data.Split(part.inputs.to(where), part.labels.to(where)) for part in (train, validated))
     _check_output(net, train, model, len(classes), found.inputs.kind)
     weights = _class_weights(train.labels, len(classes)) if class_weights else None
-    return Task(net, train, validated, classes, found.inputs, augment, weights, found.skipped, found.ignored)
+    return Task(net, train, validated, classes, found.inputs, augment, weights, found.skipped)
 
 
 def _read(model: str, source: str, reading: Reading) -> Prepared:
@@ -259,7 +259,7 @@ def judge(model: nn.Module, split: data.Split) -> tuple[float, float]:
 def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """The logits of a model for inputs of any number, in evaluation mode. Leaves no trace."""
     with evaluating(model):
-        return torch.cat([logits(model, some) for some in inputs.split(_EVALUATION_BATCH)])
+        return torch.cat([logits(model, some) for some in told("evaluating", inputs.split(_EVALUATION_BATCH))])
 
 
 def session(

@@ -23,6 +23,7 @@ from pliant.runtime.batches import Around, Loss, Pieces
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
 from pliant.runtime.trainable import ELEMENTWISE
+from pliant.runtime.working import told
 from pliant.signals.fisher import potentials
 from pliant.signals.signals import Seen, Signal
 
@@ -73,7 +74,7 @@ def probe(
     update = _updater(optimizer, params)
     with sandbox(model, train=names if freeze else None):
         start = rng_states()
-        for window in [names] if windows is None else windows:
+        for window in told("scoring layers", [names] if windows is None else list(windows)):
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
             for name in names if freeze else ():

@@ -24,6 +24,7 @@ from pliant.apps.data import audio, images
 from pliant.apps.data.errors import DataError, Skipped
 from pliant.apps.data.text import token_ids, word_ids
 from pliant.apps.models.small import BUCKETS
+from pliant.runtime.working import told
 
 Source = Path | str | bytes
 """A file, the content of a file, or a text."""
@@ -217,7 +218,7 @@ def read_all(
     Without `skip`, the first that cannot be read is an error.
     """
     found, places, skipped = [], [], []
-    for place, source in enumerate(sources):
+    for place, source in told("reading samples", list(enumerate(sources))):
         name = names[place] if names is not None else repr(os.fspath(source)) if isinstance(source, Path) else f"sample {place}"
         try:
             found.append(read(source, name))

@@ -44,7 +44,6 @@ class Prepared:
     split: Tensor | None
     inputs: Inputs
     skipped: tuple[Skipped, ...] = ()
-    ignored: int = 0
 
     def with_inputs(self, inputs: Inputs) -> Prepared:
         return replace(self, inputs=inputs)
@@ -92,7 +91,7 @@ def encoded(found: Samples, reading: Reading, text: TextInputs | None = None, ch
     number = {name: label for label, name in enumerate(classes)}
     split = None if found.split is None else torch.tensor([found.split[i] for i in places], dtype=torch.uint8)
     labels = torch.tensor([number[name] for name in kept])
-    return Prepared(torch.stack(read), labels, classes, split, inputs, tuple(skipped), found.ignored)
+    return Prepared(torch.stack(read), labels, classes, split, inputs, tuple(skipped))
 
 
 def with_statistics(prepared: Prepared, split: Tensor) -> Prepared:

@@ -41,7 +41,6 @@ class Samples:
     names: Sequence[str]
     labels: Sequence[str] | None = None
     split: Sequence[int] | None = None
-    ignored: int = 0  # files of other kinds
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -80,7 +79,7 @@ def class_folders(path: str | os.PathLike[str]) -> Samples:
     tops = folders_in(root)
     by_split = bool(tops) and all(top.name.lower() in SPLIT_FOLDERS for top in tops)
     found: list[tuple[Path, str, int]] = []
-    ignored = 0 if by_split else _files_beside(root)
+    ignored = [] if by_split else [file for file in root.iterdir() if file.is_file() and not file.name.startswith(".")]
     for place, kind in [(top, SPLIT_FOLDERS[top.name.lower()]) for top in tops] if by_split else [(root, TRAIN)]:
         classes = folders_in(place)
         if not classes:
@@ -95,8 +94,9 @@ def class_folders(path: str | os.PathLike[str]) -> Samples:
                     f"the class {of_class.name!r} is empty: {os.fspath(of_class)!r} holds no image and no WAV file. Add some, "
                     f"or remove the folder."
                 )
-            ignored += sum(not file.name.startswith(".") for file in inside) - len(mine)
+            ignored += [file for file in inside if not file.name.startswith(".") and not _is_sample(file)]
             found += [(file, of_class.name, kind) for file in mine]
+    images.tell_ignored(root, ignored, "image or WAV file of a class")
     sources = [file for file, _, _ in found]
     return Samples(
         _kind_of_files(sources, os.fspath(root)),
@@ -104,7 +104,6 @@ def class_folders(path: str | os.PathLike[str]) -> Samples:
         [f"the {'sound' if is_wav(file) else 'image'} {os.fspath(file)!r}" for file in sources],
         [label for _, label, _ in found],
         [kind for _, _, kind in found] if by_split else None,
-        ignored,
     )
 
 
@@ -114,7 +113,6 @@ def unlabelled(paths: Iterable[str | os.PathLike[str]], kind: str, input_column:
     The names are those of the files, or the texts themselves.
     """
     sources: list[Source] = []
-    ignored = 0
     for path in map(Path, paths):
         if is_table(path):
             some = table(path, input_column, None, labelled=False)
@@ -128,13 +126,13 @@ def unlabelled(paths: Iterable[str | os.PathLike[str]], kind: str, input_column:
             mine = [file for file in inside if _fits(file, kind)]
             if not mine:
                 raise DataError(f"{os.fspath(path)!r} holds no {_FILES[kind]}. Give files, or a folder of them.")
-            ignored += len(inside) - len(mine)
+            images.tell_ignored(path, [file for file in inside if not _fits(file, kind)], _FILES[kind])
             sources += mine
         elif not path.exists():
             raise DataError(f"{os.fspath(path)!r} is not there.")
         else:
             sources.append(path)
-    return Samples(kind, sources, [str(one) for one in sources], None, None, ignored)
+    return Samples(kind, sources, [str(one) for one in sources])
 
 
 def _lines(path: Path) -> list[str]:
@@ -146,10 +144,6 @@ def _lines(path: Path) -> list[str]:
         return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{os.fspath(path)!r} cannot be read as text (UTF-8): {error}.") from error
-
-
-def _files_beside(place: Path) -> int:
-    return sum(entry.is_file() and not entry.name.startswith(".") for entry in place.iterdir())
 
 
 def _is_sample(file: Path) -> bool:
