@@ -20,7 +20,7 @@ from pliant.apps.augment import augmented
 from pliant.apps.data import images
 from pliant.apps.data.errors import DataError, Skipped
 from pliant.apps.data.inputs import ImageInputs, Inputs, TextInputs
-from pliant.apps.data.prepare import Prepared, Reading, kind_of, prepare, with_statistics
+from pliant.apps.data.prepare import Prepared, Reading, prepare, with_statistics
 from pliant.apps.data.samples import ColumnError
 from pliant.apps.models import logits
 from pliant.core.budget import Amount
@@ -141,17 +141,18 @@ def _read(model: str, source: str, reading: Reading) -> Prepared:
             f"no data {source!r}: give a folder with one folder of images or WAV files per class, a table (.csv, .tsv), a "
             f"saved dataset, a .npz file, or 'digits'.{nearest(source, ['digits'])}"
         )
-    text = None
-    with as_task_error():
-        if model.startswith("hf:") and kind_of(source, reading) == "text":
+
+    def text() -> TextInputs:
+        if not model.startswith("hf:"):
+            return TextInputs()
+        with as_task_error():
             content, pad = models.tokenizer_of(model.removeprefix("hf:"))
-            text = TextInputs(tokenizer=content, pad=pad)
+        return TextInputs(tokenizer=content, pad=pad)
+
     # a network for pictures sees a spectrogram as one in grey
     channels = 3 if model in models.BUILT_IN or model.partition(":")[0] in ("timm", "torchvision", "hf") else 1
-    try:
+    with columns_are_options():
         return prepare(source, reading, text, channels)
-    except ColumnError as error:
-        raise TaskError(str(error)) from error
 
 
 def _as_tuple(part: float | Sequence[float]) -> tuple[float, ...]:
@@ -163,6 +164,15 @@ def _class_weights(labels: torch.Tensor, classes: int) -> torch.Tensor:
     counts = labels.bincount(minlength=classes)
     present = int((counts > 0).sum())
     return torch.where(counts > 0, len(labels) / (present * counts.clamp(min=1)), torch.zeros_like(counts)).float()
+
+
+@contextmanager
+def columns_are_options() -> Iterator[None]:
+    """A column that is not there is a wrong option."""
+    try:
+        yield
+    except ColumnError as error:
+        raise TaskError(str(error)) from error
 
 
 @contextmanager

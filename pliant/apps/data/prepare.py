@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,15 +63,15 @@ def kind_of(source: str, reading: Reading | None = None) -> str:
     return samples.find(source, how.input_column, how.label_column).kind
 
 
-def prepare(source: str, reading: Reading, text: TextInputs | None = None, channels: int = 1) -> Prepared:
-    """Read everything. `text` holds the tokenizer of a model that has its own; `channels` are those of a spectrogram."""
+def prepare(source: str, reading: Reading, text: Callable[[], TextInputs] = TextInputs, channels: int = 1) -> Prepared:
+    """Read everything. `text` gives the tokenizer, which a model may have of its own; `channels` are those of a spectrogram."""
     if source.endswith(".npz"):
         return _arrays(source) if {"x", "y"} <= _names(source) else _packed(source, reading.size)
     found = samples.find(source, reading.input_column, reading.label_column)
     return encoded(found, reading, text, channels)
 
 
-def encoded(found: Samples, reading: Reading, text: TextInputs | None = None, channels: int = 1) -> Prepared:
+def encoded(found: Samples, reading: Reading, text: Callable[[], TextInputs] = TextInputs, channels: int = 1) -> Prepared:
     """Samples that were found, read; what a network should see of texts and sounds follows from the data."""
     skip = reading.skip_unreadable
     if found.kind == "audio":
@@ -79,7 +79,7 @@ def encoded(found: Samples, reading: Reading, text: TextInputs | None = None, ch
         inputs: Inputs = (heard := _fitting(sounds, [found.names[i] for i in places], reading, channels))
         read = [heard.of_samples(*sound) for sound in sounds]
     elif found.kind == "text":
-        inputs = _long_enough(text or TextInputs(), found, reading.length)
+        inputs = _long_enough(text(), found, reading.length)
         read, places, skipped = read_all(found.sources, found.names, inputs.read, skip)
     else:
         inputs = ImageInputs(reading.size)

@@ -27,7 +27,7 @@ from pliant.apps.models.folded import (
     proxyless_03,
     read_weights,
 )
-from pliant.apps.models.packages import PACKAGES, config_of, from_config, from_package, logits, tokenizer_of
+from pliant.apps.models.packages import PACKAGES, config_of, from_config, from_package, logits, tokenizer_of, versions
 from pliant.apps.models.small import SMALL, AudioSmall, TextSmall
 from pliant.core.types import nearest
 from pliant.runtime.sealed import seal_tensors
@@ -52,6 +52,7 @@ __all__ = [
     "proxyless_03",
     "read_weights",
     "tokenizer_of",
+    "versions",
     "weights_of",
 ]
 

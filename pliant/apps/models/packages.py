@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pliant import __version__
 from pliant.apps.optional import needed
 from pliant.core.types import nearest
 
@@ -127,6 +130,16 @@ def _pixel_stats(transformers: Any, what: str) -> tuple[tuple[float, ...], tuple
         return tuple(map(float, about["image_mean"])), tuple(map(float, about["image_std"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def versions(name: str) -> dict[str, str]:
+    """The versions of what a weight file of this model was made with."""
+    package = {"hf": "transformers"}.get(name.partition(":")[0], name.partition(":")[0])
+    out = {"pliant": __version__, "torch": torch.__version__}
+    if package in ("timm", "torchvision", "transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            out[package] = metadata.version(package)
+    return out
 
 
 def _first(error: Exception) -> str:

@@ -12,8 +12,8 @@ from pliant.apps import models, run_folder
 from pliant.apps.augment import CHOICES
 from pliant.apps.data.inputs import FEATURES
 from pliant.apps.data.prepare import Reading, kind_of
-from pliant.apps.data.samples import ColumnError
-from pliant.apps.tasks import OPTIMIZERS, RECIPES, TaskError
+from pliant.apps.tasks import OPTIMIZERS, RECIPES, TaskError, columns_are_options
+from pliant.apps.train.outcome import Outcome
 from pliant.core.types import nearest
 from pliant.engine import modes
 
@@ -156,10 +156,8 @@ class Options:
         """The same options with a value in place of every "auto": which one depends on the data and the model."""
         model, recipe, optimizer = self.model, self.recipe, self.optimizer
         if model == "auto":
-            try:
+            with columns_are_options():
                 kind = kind_of(self.data, self.reading) if self.data == "digits" or os.path.exists(self.data) else "images"
-            except ColumnError as error:
-                raise TaskError(str(error)) from error
             if kind == "arrays":
                 raise TaskError(
                     f"no network is built in for arrays such as {self.data!r}. Name one: --model package.module:factory"
@@ -211,10 +209,10 @@ class Evaluation:
 class Result:
     """The result of a run.
 
-    The first of the `evaluations` is the one before training. `seconds` is wall time: it includes measuring and choosing, but
-    not evaluating and saving. `seconds_per_step` is a mean by the device's clock. `rounds` hold what was asked, predicted and
+    The first of the `evaluations` is the one before training. `seconds` includes measuring and choosing, but not evaluating
+    and saving; `seconds_per_step` is a mean. Both are by the device's clock: CPU time where one thread computes. `rounds` hold what was asked, predicted and
     measured for each selection. `memory_bytes` is the peak of a step beyond inference, if it was measured; `joules` need an
-    energy meter.
+    energy meter. `outcome` says whether the run paid.
     """
 
     out: str
@@ -230,6 +228,8 @@ class Result:
     memory_bytes: int | None
     joules: float | None
     engine: str
+    outcome: Outcome
+    stopped_early: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As plain types. A loss that is not finite becomes null, because JSON has no such number."""
