@@ -81,8 +81,8 @@ def _first_round(run: report.Run) -> report.Run:
     first = run.chosen[0]
     slow = replace(first.steps[1], seconds=1000 * (first.steps[1].seconds or 1.0))
     chosen = replace(first, steps=(first.steps[0], slow, first.steps[2]))
-    classes = LoggedClasses(3, "validation", ("cat", "dog"), (4, 4), (3, 1), ((3, 1), (3, 1)))
-    return replace(run, chosen=(chosen,), ended=False, total_steps=12, began=(100.0, 0), written=103.0, by_class=classes)
+    classes = LoggedClasses("validation split", ("cat", "dog"), {(0, 0): 3, (0, 1): 1, (1, 0): 3, (1, 1): 1})
+    return replace(run, chosen=(chosen,), ended=False, total_steps=12, began=(100.0, 0), written=103.0, by_class=(classes,))
 
 
 @pytest.fixture(scope="module")

@@ -239,10 +239,12 @@ def test_the_page_shows_the_figures_of_the_terminal(place: Path) -> None:
     said, run = command.text(shown), report.load("run")
     page, best = report.page([run]), run.best
     assert best is not None and run.step_seconds is not None and run.bytes is not None
-    assert f"best {markup.percent(best.accuracy)} at step {best.step}; trained for {markup.seconds(run.seconds)}, " in said
-    assert f"{markup.seconds(run.step_seconds)} per step" in said and f"beyond inference: {markup.size(run.bytes)}" in said
-    full = next(line for line in lines(place / "run" / "run.jsonl") if line["event"] == "result")["full_seconds_per_step"]
-    assert run.full.seconds == full
+    assert f"best {markup.percent(best.accuracy)} at step {best.step}; {markup.seconds(run.step_seconds)} per step" in said
+    assert f"training took {markup.seconds(run.seconds)} with" in said
+    assert f"beyond inference: {markup.size(run.bytes)} measured" in said
+    full = next(line for line in lines(place / "run" / "run.jsonl") if line["event"] == "summary")
+    assert run.full.seconds == full["full_step_seconds"] and f"steps of {markup.seconds(run.full.seconds)}" in said
+    assert f"full training: {markup.seconds(full['full_seconds'])}" in page
     for figure in (
         markup.percent(best.accuracy),
         markup.seconds(run.seconds),
@@ -253,14 +255,15 @@ def test_the_page_shows_the_figures_of_the_terminal(place: Path) -> None:
     assert run.total_steps == len(run.steps) == 14 and run.options["data"] == tiny.DATA
     rates = [step.lr for step in run.steps]
     assert rates[0] == 0.03 and all(a is not None and b is not None and b < a for a, b in pairwise(rates))
-    assert run.by_class is not None and run.by_class.names == ("top", "left", "rows", "columns")
-    assert sum(run.by_class.hits) / sum(run.by_class.counts) == pytest.approx(run.result["accuracy"])
+    found = run.by_class[0]
+    assert set(found.names) == {"top", "left", "rows", "columns"} and sum(found.confusion.values()) == 20
+    assert sum(found.confusion.get((i, i), 0) for i in range(4)) / 20 == pytest.approx(best.accuracy)
     assert "the last 6 of every epoch" in page and "Results by class" in page and "Learning rate" in page
 
 
 def test_joules_are_shown_where_there_was_a_meter(log: Path) -> None:
     assert "<dt>Energy</dt>" not in report.page([report.load(log)])
-    runlog.append(log, [{"event": "result", "joules": 1234.0, "seconds": 12.0}])
+    runlog.append(log, [{"event": "summary", "joules": 1234.0, "seconds": 12.0}])
     run = report.load(log)
     assert "<dt>Energy</dt><dd><b>1.23 kJ</b>" in report.page([run]) and "Energy: no meter" not in report.page([run])
     both = tables.comparison(report.named([run, replace(run, result={})]))
@@ -268,17 +271,18 @@ def test_joules_are_shown_where_there_was_a_meter(log: Path) -> None:
 
 
 def test_results_by_class_name_the_usual_mistake(log: Path) -> None:
-    line = {"event": "classes", "step": 12, "names": ["cat", "dog", "<b>"], "counts": [4, 2, 0], "hits": [1, 2, 0]}
-    runlog.append(log, [{**line, "confusion": [[1, 2, 1], [0, 2, 0], [0, 0, 0]]}])
+    line = {"event": "classes", "step": 12, "weights": "best", "split": "validation", "classes": ["cat", "dog", "<b>"]}
+    runlog.append(log, [{**line, "confusion": [[0, 0, 1], [0, 1, 2], [0, 2, 1], [1, 1, 2]]}])
     run = report.load(log)
-    assert [row[1:] for row in tables.by_class(run).rows] == [
-        ("dog (2)", "4", "1", "25.0%"),
-        ("–", "2", "2", "100.0%"),
-        ("–", "0", "0", "–"),
+    assert [row[1:] for row in tables.by_class(run.by_class[0]).rows] == [
+        ("dog (2)", "4", "25.0%", "100.0%"),
+        ("–", "2", "100.0%", "50.0%"),
+        ("–", "0", "–", "0.0%"),
     ]
-    assert "&lt;b&gt;" in report.page([run])
-    runlog.append(log, [{**line, "hits": [1]}])
-    with pytest.raises(LogError, match="one number for every class"):
+    page = report.page([run])
+    assert "&lt;b&gt;" in page and "validation split, best weights (step 12): 50.0%, 3 of 6 samples" in page
+    runlog.append(log, [{**line, "confusion": [[0, 3, 1]]}])
+    with pytest.raises(LogError, match="there is no class 3"):
         report.load(log)
 
 

@@ -20,12 +20,14 @@ import jinja2
 from pliant.apps.report import figures, tables
 from pliant.apps.report.comparing import SMOOTH, comparison
 from pliant.apps.report.figures import Bars, Chart, Points, Series
-from pliant.apps.report.run import Run
+from pliant.apps.report.run import LoggedClasses, Run
 from pliant.apps.report.selection_map import selection_map, strip
 from pliant.apps.report.tiles import progress, tiles
 from pliant.core import text
 from pliant.core.text import Table
 from pliant.cost.roofline import svg_plot
+
+_MOST_CLASSES = 50  # of a confusion matrix that is worth looking at
 
 
 def page(runs: Sequence[Run], live: bool = False) -> str:
@@ -91,7 +93,7 @@ def _view(run: Run) -> dict[str, Any]:
         "options": tables.options(run).rows,
         "promises": _figures(_promise(run, resource) for resource in tables.limited(run)),
         "learning": _figures((_loss(run), _accuracy(run), _rate(run))),
-        "by_class": _by_class(run),
+        "by_class": [_by_class(found) for found in run.by_class],
         "map": selection_map(run),
         "strip": strip(run),
         "split": _figures(_split(run, resource) for resource in ("seconds", "bytes")),
@@ -194,13 +196,13 @@ def _roofline(run: Run) -> dict[str, Any] | None:
     return {"svg": svg_plot(run.roof.rows, run.roof.peaks, "Backward pass"), "numbers": tables.roofline(run.roof)}
 
 
-def _by_class(run: Run) -> dict[str, Any] | None:
+def _by_class(found: LoggedClasses) -> dict[str, Any]:
     """Results by class, and the confusion matrix where there are few."""
-    found = run.by_class
-    if found is None:
-        return None
-    cells = [
-        (name, [(str(n), f"{n / count:.2f}" if count else "0", i == j) for j, n in enumerate(row)])
-        for i, (name, row, count) in enumerate(zip(found.names, found.confusion, found.counts, strict=False))
-    ]
-    return {"table": tables.by_class(run), "names": found.names, "matrix": cells}
+    few = range(len(found.names) if len(found.names) <= _MOST_CLASSES else 0)
+    matrix = []
+    for i in few:
+        row, whole = [found.confusion.get((i, j), 0) for j in few], found.samples(i)
+        matrix.append((found.names[i], [(str(n), f"{n / whole:.2f}" if whole else "0", i == j) for j, n in enumerate(row)]))
+    right, samples = sum(n for (true, guess), n in found.confusion.items() if true == guess), sum(found.confusion.values())
+    said = f"{found.where}: {text.percent(right / samples if samples else None)}, {right} of {samples} samples"
+    return {"said": said, "table": tables.by_class(found), "names": found.names, "matrix": matrix}

@@ -212,7 +212,7 @@ class _Reading:
         self.resident: int | None = None
         self.options: dict[str, str] = {}
         self.total_steps: int | None = None
-        self.by_class: LoggedClasses | None = None
+        self.by_class: dict[str, LoggedClasses] = {}
         self.result: dict[str, float] = {}
         self.began: tuple[float | None, int] = None, 0
         self.ended = False
@@ -247,9 +247,10 @@ class _Reading:
             self.no_roof = str(line.get("why", ""))
             self.roof = None if self.no_roof else _roof(line)
         elif event == "classes":
-            self.by_class = _by_class(line)
-        elif event == "result":
-            self.result = {name: _number(value) for name, value in line.items() if type(value) in (int, float)}
+            found = _by_class(line)
+            self.by_class[found.where] = found
+        elif event == "summary":
+            self.result = {name: float(value) for name, value in line.items() if isinstance(value, (bool, int, float))}
         elif event == "resume":
             self.began = _maybe(line.get("at")), int(line["step"])
             self._go_back(int(line["step"]))
@@ -289,7 +290,7 @@ class _Reading:
             resident=self.resident,
             options=self.options,
             total_steps=self.total_steps,
-            by_class=self.by_class,
+            by_class=tuple(self.by_class.values()),
             result=self.result,
             began=self.began,
             ended=self.ended,
@@ -331,14 +332,15 @@ def _chosen(line: Mapping[str, Any]) -> Chosen:
 
 
 def _by_class(line: Mapping[str, Any]) -> LoggedClasses:
-    def numbers(given: Iterable[Any]) -> tuple[int, ...]:
-        return tuple(int(_number(one)) for one in given)
-
-    names, counts, hits = tuple(map(str, line["names"])), numbers(line["counts"]), numbers(line["hits"])
-    confusion = tuple(numbers(row) for row in line.get("confusion") or ())
-    if not len(names) == len(counts) == len(hits) or any(len(row) != len(names) for row in confusion):
-        raise ValueError("results by class need one number for every class")
-    return LoggedClasses(int(line["step"]), str(line.get("split", "validation")), names, counts, hits, confusion)
+    names, confusion = tuple(map(str, line["classes"])), dict[tuple[int, int], int]()
+    for true, guess, count in line["confusion"]:
+        pair = int(_number(true)), int(_number(guess))
+        if not all(0 <= label < len(names) for label in pair):
+            raise ValueError(f"there is no class {max(pair)}")
+        confusion[pair] = int(_number(count))
+    split = str(line.get("split") or line.get("data") or "validation")
+    where = f"{split} split" if split in ("train", "validation", "test") else split
+    return LoggedClasses(f"{where}, {line.get('weights', 'last')} weights (step {int(line['step'])})", names, confusion)
 
 
 def _roof(line: Mapping[str, Any]) -> LoggedRoofline:

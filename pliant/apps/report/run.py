@@ -91,15 +91,20 @@ class LoggedEvaluation:
 
 @dataclass(frozen=True)
 class LoggedClasses:
-    """Results by class: how many samples of each there are, and how many were classified rightly; and, for few classes, how
-    many samples of each class (row) were taken for each class (column)."""
+    """Results by class: how many samples of each class were taken for which class, by their numbers. `where` says which
+    samples and which weights."""
 
-    step: int
-    split: str
+    where: str
     names: tuple[str, ...]
-    counts: tuple[int, ...]
-    hits: tuple[int, ...]
-    confusion: tuple[tuple[int, ...], ...] = ()
+    confusion: Mapping[tuple[int, int], int]
+
+    def samples(self, label: int) -> int:
+        """How many samples the class has."""
+        return sum(count for (true, _), count in self.confusion.items() if true == label)
+
+    def named(self, label: int) -> int:
+        """How many samples were taken for the class."""
+        return sum(count for (_, guess), count in self.confusion.items() if guess == label)
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ class Run:
     resident: int | None = None  # the largest resident memory of the process
     options: Mapping[str, str] = field(default_factory=dict)  # of `pliant train`
     total_steps: int | None = None
-    by_class: LoggedClasses | None = None
-    result: Mapping[str, float] = field(default_factory=dict)  # what `pliant train` printed in the end: numbers by name
+    by_class: tuple[LoggedClasses, ...] = ()
+    result: Mapping[str, float] = field(default_factory=dict)  # what `pliant train` said in the end: numbers by name
     began: tuple[float | None, int] = (None, 0)  # when the first step here began, and how many there were before
     written: float | None = field(default=None, compare=False)  # when the log was last written to
     ended: bool = False
@@ -195,8 +200,8 @@ class Run:
     @property
     def bytes(self) -> int | None:
         """The highest measured peak beyond inference; `pliant train --measure-memory` measures one in the end."""
-        if "memory_bytes" in self.result:
-            return int(self.result["memory_bytes"])
+        if self.result.get("bytes_measured"):
+            return int(self.result["bytes"])
         return max((each.bytes for each in self.chosen if each.bytes is not None), default=None)
 
     @property

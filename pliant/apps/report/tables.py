@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pliant.apps import pareto
 from pliant.apps.report import tiles
-from pliant.apps.report.run import Chosen, LoggedRoofline, Run
+from pliant.apps.report.run import Chosen, LoggedClasses, LoggedRoofline, Run
 from pliant.core import text
 from pliant.core.text import NOTHING, Table
 from pliant.core.types import Cost
@@ -60,18 +60,19 @@ def rates(run: Run) -> Table:
     return Table("Learning rate in each round", ("round", "steps", "first", "last"), rows)
 
 
-def by_class(run: Run) -> Table:
-    """Every class: how many samples, how many classified rightly, and what the others are mostly taken for."""
-    rows, found = [], run.by_class
-    if found is not None:
-        for i, (name, count, hits) in enumerate(zip(found.names, found.counts, found.hits, strict=True)):
-            others = [(n, j) for j, n in enumerate(found.confusion[i]) if j != i and n] if found.confusion else []
-            most = max(others, key=lambda one: (one[0], -one[1]), default=None)
-            taken = f"{found.names[most[1]]} ({most[0]})" if most is not None else NOTHING
-            rows.append((name, taken, str(count), str(hits), text.percent(hits / count if count else None)))
-    columns = ("class", "mostly taken for", "samples", "right", "accuracy")
-    where = f", {found.split}, step {found.step}" if found is not None else ""
-    return Table(f"Results by class{where}", columns, rows, words=2)
+def by_class(found: LoggedClasses) -> Table:
+    """Every class: how many samples, the share that was found, the share that was right when it was named, and what others
+    are mostly taken for."""
+    rows = []
+    for i, name in enumerate(found.names):
+        hits, count, named = found.confusion.get((i, i), 0), found.samples(i), found.named(i)
+        others = [(n, -guess) for (true, guess), n in found.confusion.items() if true == i != guess]
+        most = max(others, default=None)
+        taken = f"{found.names[-most[1]]} ({most[0]})" if most is not None else NOTHING
+        shares = (text.percent(hits / whole if whole else None) for whole in (count, named))
+        rows.append((name, taken, str(count), *shares))
+    columns = ("class", "mostly taken for", "samples", "found", "right when named")
+    return Table(f"Results by class: {found.where}", columns, rows, words=2)
 
 
 def label(run: Run, i: int) -> str:
@@ -268,7 +269,7 @@ def parts(run: Run) -> list[tuple[str, list[Part]]]:
     out: list[tuple[str, list[Part]]] = [("About", about)]
     if run.chosen:
         out.append(("Asked, predicted, measured", [promises(run, resource) for resource in limited(run)]))
-        more = [table for table in (evaluations(run), rates(run), by_class(run)) if table.rows]
+        more = [table for table in (evaluations(run), rates(run), *map(by_class, run.by_class)) if table.rows]
         out.append(("Learning", [learning(run), *more]))
         out.append(("Selection map", [strip(run)]))
         out.append(("Units", [units(run)]))

@@ -62,7 +62,9 @@ def _accuracy(run: Run) -> Tile | None:
 def _time(run: Run) -> Tile | None:
     if not run.steps:
         return None
-    return Tile("Training time", text.seconds(run.seconds), ("with measuring and choosing", f"{len(run.steps)} steps"))
+    full = run.result.get("full_seconds")
+    whole = f"full training: {text.seconds(full)}" if full is not None else f"{len(run.steps)} steps"
+    return Tile("Training time", text.seconds(run.seconds), ("with measuring and choosing", whole))
 
 
 def _step(run: Run) -> Tile | None:
