@@ -17,6 +17,7 @@ _HOMES = {
     "Budget": "pliant.core.budget:Budget",
     "BudgetError": "pliant.core.errors:BudgetError",
     "Cost": "pliant.core.types:Cost",
+    "Features": "pliant.engine.prefix.feature_cache:Features",
     "Mode": "pliant.core.mode:Mode",
     "Part": "pliant.core.types:Part",
     "PliantError": "pliant.core.errors:PliantError",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from pliant.core.types import Cost, Part, Selection, Unit
     from pliant.cost import measure, roofline
     from pliant.cost.profile import Profile
+    from pliant.engine.prefix.feature_cache import Features
     from pliant.graph import units
     from pliant.planning import recipes, solve
     from pliant.planning.plan import plan
@@ -64,6 +66,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "Cost",
+    "Features",
     "Mode",
     "Part",
     "PliantError",

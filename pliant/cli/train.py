@@ -89,7 +89,7 @@ def _print(console: Console, result: Result) -> None:
         f"validation accuracy {result.evaluations[0].accuracy:.1%} → {end}; best {result.best.accuracy:.1%} at step "
         f"{result.best.step}{step}",
         *result.outcome.lines(),
-        *([f"energy: {result.joules:.4g} J"] if result.joules is not None else []),
+        *([f"energy: {text.joules(result.joules)}"] if result.joules is not None else []),
         f"best.safetensors, last.safetensors and run.jsonl are in {result.out}; README.md there says how to use them",
     ]
     for line in lines:

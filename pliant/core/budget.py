@@ -129,6 +129,11 @@ class Budget:
             if given is not None and not callable(given):
                 _parsed(kind, given)
 
+    @property
+    def moves(self) -> bool:
+        """Whether a function of progress limits something."""
+        return any(callable(getattr(self, kind)) for kind in RESOURCES)
+
     def limits(self, full: Cost, progress: Progress | None = None) -> dict[str, float]:
         """Absolute limits by field of `Cost`, for what is limited at all."""
         out = {}
@@ -154,7 +159,7 @@ class Budget:
     def to_json(self) -> dict[str, Any] | None:
         """In plain types; None where a function of progress limits something."""
         given = {kind: getattr(self, kind) for kind in RESOURCES}
-        if any(callable(amount) for amount in given.values()):
+        if self.moves:
             return None
         return {kind: {"absolute": a.amount} if isinstance(a, Absolute) else a for kind, a in given.items()}
 

@@ -101,6 +101,8 @@ class TrainingRun:
         return self.finish()
 
     def start(self) -> None:
+        begins = {"event": "run", "options": self.options.to_json(), "total_steps": self.steps, "classes": [*self.task.classes]}
+        self.log(begins)  # first of all, for those who watch
         with self.spent.paused():
             self.write_notes()
             batch = next(self.task.batches(self.options.batch, self.options.seed, 0))
@@ -270,6 +272,7 @@ class TrainingRun:
             stopped_early=self.session.progress.step < self.steps,
         )
         scores = {"accuracy": result.accuracy, "rolled_back": roll_back, "best": asdict(self.best)}
+        scores |= {"seconds_per_step": result.seconds_per_step, "joules": result.joules}
         self.log({"event": "summary", "step": self.session.progress.step, **scores, **found.to_json()})
         self.write_notes(result)
         return result
