@@ -26,7 +26,7 @@ class Data:
 
 
 @cache
-def load(name: str = "digits", folder: str | None = None) -> Data:
+def load(name: str = "digits", folder: str = "") -> Data:
     """`digits` comes with scikit-learn; `signs`, `birds` and `spoken` are .npz files of a folder."""
     if name == "digits":
         from sklearn.datasets import load_digits
@@ -35,9 +35,9 @@ def load(name: str = "digits", folder: str | None = None) -> Data:
         inputs, labels = torch.from_numpy(raw.images).float()[:, None] / 16, torch.from_numpy(raw.target).long()
         test = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)) % 5 == 0)
     elif name not in FILES:
-        raise SystemExit(f"data={name!r} is not known here: choose digits, {', '.join(FILES)}.")
-    elif folder is None:
-        raise SystemExit(f"data={name!r} is read from a folder: give --data DIR (or data-folder in the run's settings).")
+        raise SystemExit(f"task={name!r} is not known here: choose digits, {', '.join(FILES)}.")
+    elif not folder:
+        raise SystemExit(f"task={name!r} is read from a folder: give --data DIR, or data in the run's settings.")
     else:
         inputs, labels, test = _read(Path(folder) / FILES[name], PIXELS.get(name))
     mean, std = inputs[~test].mean((0, 2, 3), keepdim=True), inputs[~test].std((0, 2, 3), keepdim=True)

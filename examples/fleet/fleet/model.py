@@ -70,7 +70,7 @@ def local(
     last = len(model.blocks) - 1
     return Local(
         model,
-        torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay),
+        torch.optim.SGD(model.parameters(), lr=rate, weight_decay=decay),
         loss,
         partial(batches, data, mine, batch),
         len(mine),

@@ -13,11 +13,15 @@ MOST_CHANGE = 10.0  # times the norm of the whole model: an update that moves fu
 
 @dataclass(frozen=True)
 class Update:
-    """New values of the tensors that one client trained, and how much they count."""
+    """New values of the tensors that one client trained, and how much they count.
+
+    `stretch` multiplies what changed: a client that took a quarter of the steps moves as far as if it had taken all of them.
+    """
 
     client: str
     tensors: Mapping[str, torch.Tensor]
     weight: float
+    stretch: float = 1.0
 
 
 def refusal(update: Update, model: Mapping[str, torch.Tensor], most_change: float = MOST_CHANGE) -> str | None:
@@ -57,7 +61,7 @@ class Mean:
 
     def add(self, update: Update) -> None:
         for name, tensor in update.tensors.items():
-            change = (tensor.double() - self._model[name].double()) * update.weight
+            change = (tensor.double() - self._model[name].double()) * (update.weight * update.stretch)
             self._sums[name] = self._sums[name] + change if name in self._sums else change
             self._weights[name] = self._weights.get(name, 0.0) + update.weight
 

@@ -21,6 +21,7 @@ from pliant.graph import units
 from pliant.integrations.flower.clock import Clock, WallClock, slowed
 from pliant.integrations.flower.importance import blended
 from pliant.integrations.flower.messages import Ability, Task
+from pliant.integrations.flower.pace import paced
 from pliant.planning import recipes, solve
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss
@@ -76,6 +77,7 @@ class Profiles:
     """The profiles of one device, one for each exit that was asked for. Hold it between rounds: nothing is measured twice."""
 
     by_exit: dict[int | None, Profile] = field(default_factory=dict)
+    _slower: dict[tuple[int | None, float], Profile] = field(default_factory=dict)
 
     def of(self, local: Local, exit: int | None = None) -> Profile:
         """What steps cost here with this exit, on the device that `local` stands for."""
@@ -87,7 +89,9 @@ class Profiles:
             with Session(local.model, local.optimizer, loss, everything, **_how(local), undo=False) as session:
                 session.before_step(batch)
                 self.by_exit[exit] = session.profile
-        return self.by_exit[exit] if local.slowdown == 1 else slowed(self.by_exit[exit], local.slowdown)
+        if (exit, local.slowdown) not in self._slower:
+            self._slower[exit, local.slowdown] = slowed(self.by_exit[exit], local.slowdown)
+        return self._slower[exit, local.slowdown]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +147,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     profiles = profiles if profiles is not None else Profiles()
     loss = local.loss_of(task.exit)
     profile = profiles.of(local, task.exit)
-    probes = task.choose in ("layers", "tensors")
+    probes = task.choose in ("pace", "layers", "tensors") and _needs_probe(task)
     steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
     policy = _policy(local, task, profile, each)
     took, before, losses = 0, clock.elapsed, []
@@ -187,6 +191,8 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
     left = task.seconds - aside
     if not task.stop:
         return task.steps, max(left / task.steps, floor)
+    if task.choose == "pace":
+        return task.steps, max(min(left, profile.full.seconds), floor)
     steps = min(task.steps, int(left / floor * (1 + 1e-9)))
     if steps < 1:
         raise BudgetError(
@@ -207,10 +213,20 @@ def _policy(local: Local, task: Task, profile: Profile, each: float | None) -> P
     once, include = schedule.once(), (*params, *head)
     if task.choose == "layers":
         return Policy(units.layers(include), gain, timed, solve.milp(), once, budget, seed=task.seed, name="fleet_layers")
+    if task.choose == "pace":
+        aside = profile.full.seconds if _needs_probe(task) else 0.0
+        seconds = task.seconds - aside if task.seconds is not None else float("inf")
+        solver = paced(solve.milp(), seconds, task.steps, profile.base.seconds)
+        return Policy(units.layers(include), gain, timed, solver, once, budget, seed=task.seed, name="fleet")
     if task.choose == "tensors":
         return Policy(units.tensors(include), gain, timed, solve.knapsack(), once, budget, seed=task.seed, name="fleet_tensors")
     recipe = recipes.last(time=1.0) if task.choose == "last" else recipes.random(time=1.0, seed=task.seed)
     return replace(recipe, units=units.layers(include), budget=budget, when=once)
+
+
+def _needs_probe(task: Task) -> bool:
+    """Whether the client's own values count."""
+    return task.beta > 0 or not task.importance
 
 
 def _named(names: list[str], several: tuple[Globs, ...]) -> tuple[tuple[str, ...], ...]:

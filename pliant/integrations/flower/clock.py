@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pliant.core.types import Cost
+from pliant.core.types import Cost, Unit
 from pliant.cost.profile import Profile
 from pliant.session.session import Session
 
@@ -38,12 +38,16 @@ class SimulatedClock:
     def __init__(self, jitter: float = 0.0, seed: int = 0) -> None:
         self._factor = float(np.exp(np.random.default_rng(seed).normal(0.0, jitter))) if jitter else 1.0
         self.elapsed = 0.0
+        self._units: tuple[Unit, ...] = ()
+        self._each = 0.0  # seconds of a step that trains these
 
     def probed(self, profile: Profile) -> None:
         self.elapsed += self._factor * profile.full.seconds
 
     def stepped(self, session: Session, profile: Profile) -> None:
-        self.elapsed += self._factor * profile.cost(session.selection.units).seconds
+        if session.selection.units != self._units:
+            self._units, self._each = session.selection.units, profile.cost(session.selection.units).seconds
+        self.elapsed += self._factor * self._each
 
 
 Clock = WallClock | SimulatedClock
@@ -51,6 +55,8 @@ Clock = WallClock | SimulatedClock
 
 def slowed(profile: Profile, factor: float) -> Profile:
     """The profile of a device that takes `factor` times as long for everything."""
+    if factor == 1:
+        return profile
     if not factor > 0:
         raise ValueError(f"factor={factor}: how much longer a step takes than here, more than 0.")
 

@@ -113,7 +113,8 @@ class Federation:
         seconds, late, back = 0.0, 0, 0
         for reply in sorted(replies, key=lambda reply: reply.client):
             reason = reply.error or ("nobody asked it" if reply.client not in tasks else None)
-            update = Update(reply.client, reply.tensors, float(reply.metrics.get("num-examples", 0.0)))
+            examples, stretch = float(reply.metrics.get("num-examples", 0.0)), _stretch(tasks.get(reply.client), reply)
+            update = Update(reply.client, reply.tensors, examples, stretch)
             reason = reason or refusal(update, self.model, self.most_change)
             if reason is not None:
                 refused[reply.client] = reason
@@ -169,3 +170,10 @@ class Federation:
         self.abilities = {client: from_json(Ability, text) for client, text in state["abilities"].items()}
         self.importance, self.memory, self.history = state["importance"], state["memory"], state["history"]
         self.chosen = {client: tuple(names) for client, names in state["chosen"].items()}
+
+
+def _stretch(task: Task | None, reply: Reply) -> float:
+    """The steps that were asked for over those that were taken."""
+    if task is None or not task.stretch:
+        return 1.0
+    return task.steps / min(max(float(reply.metrics.get("steps", task.steps)), 1.0), task.steps)

@@ -30,4 +30,6 @@ def blended(local: Signal, server: Mapping[str, float], beta: float) -> Signal:
     def worth(seen: Seen) -> torch.Tensor:
         return (beta * local.worth(seen).sum() + (1 - beta) * server.get(seen.name, 0.0)).reshape(1)
 
+    if beta == 0:
+        return Signal("the fleet's", lambda seen: torch.tensor([server.get(seen.name, 0.0)]), needs="nothing")
     return Signal(f"{local.name} and the fleet's", worth, local.needs)

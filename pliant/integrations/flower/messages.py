@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-Choice = Literal["all", "layers", "tensors", "last", "random"]
+Choice = Literal["all", "pace", "layers", "tensors", "last", "random"]
 _Message = TypeVar("_Message", "Ability", "Task")
 
 
@@ -51,10 +51,10 @@ class Task:
     """What a client is asked to do in one round.
 
     At most `steps` steps, in at most `seconds`. `params` may train (none named: all of them). `exit` is the block after which
-    the forward pass ends. `choose` says how the client chooses among them inside its budget: "all" takes every one, "layers" is
-    the exact solver, "tensors" is ElasticTrainer's, "last" and "random" are baselines. `importance` is what the server knows of
+    the forward pass ends. `choose` says how the client chooses among them inside its budget: "all" takes every one, "pace"
+    the layers of most value in the whole round, "layers" those of most value in a step, "tensors" is ElasticTrainer's, "last" and "random" are baselines. `importance` is what the server knows of
     each parameter; local values count `beta`, those of the server the rest. A client that does not `stop` at the deadline goes
-    on until its last step. `memory` limits a step as `Budget(memory=…)` does.
+    on until its last step. With `stretch`, what a client changed in fewer steps counts as if it had taken all of them. `memory` limits a step as `Budget(memory=…)` does.
     """
 
     steps: int
@@ -65,6 +65,7 @@ class Task:
     importance: Mapping[str, float] = field(default_factory=dict)
     beta: float = 1.0
     stop: bool = True
+    stretch: bool = False
     memory: str | float | None = None
     seed: int = 0
 

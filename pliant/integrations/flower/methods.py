@@ -70,6 +70,11 @@ def fewer_steps() -> Method:
     return _each(lambda now, client, able: Task(able.steps, now.deadline, seed=now.seed_of(client)))
 
 
+def stretched_steps() -> Method:
+    """The same, and what a client changed counts as if it had taken all steps. As in FedNova, NeurIPS 2020, arXiv 2007.07481."""
+    return _each(lambda now, client, able: Task(able.steps, now.deadline, stretch=True, seed=now.seed_of(client)))
+
+
 def last_layers() -> Method:
     """The last layers, as many as fit."""
     return _each(lambda now, client, able: Task(able.steps, now.deadline, choose="last", seed=now.seed_of(client)))
@@ -132,8 +137,21 @@ def fedel(beta: float = 0.6) -> Method:
     return method
 
 
-def pliant(beta: float = 0.6) -> Method:
-    """Ours: windows re-drawn in every round from measured prices, the exact solver in them, and no step after the deadline."""
+def pliant(beta: float = 0.0) -> Method:
+    """Ours: each client trains the layers of most value in a round, down to the input where that pays, in fewer steps if need be."""
+
+    def task(now: Situation, client: str, able: Ability) -> Task:
+        seed = now.seed_of(client)
+        if able.round <= now.deadline * (1 + 1e-9):
+            return Task(able.steps, now.deadline, seed=seed)
+        how = {"importance": now.importance, "beta": beta if now.importance else 1.0}
+        return Task(able.steps, now.deadline, choose="pace", **how, stretch=True, seed=seed)
+
+    return _each(task)
+
+
+def exact_windows(beta: float = 0.6) -> Method:
+    """FedEL with windows re-drawn in every round from measured prices, the exact solver in them, and no step after the deadline."""
 
     def task(now: Situation, client: str, able: Ability) -> Task:
         window = windows.drawn(able, now.deadline / able.steps, now.rng(client)) or (0, 0)
@@ -157,10 +175,12 @@ METHODS: dict[str, Callable[[], Method]] = {
     "fedavg": fedavg,
     "drop_stragglers": drop_stragglers,
     "fewer_steps": fewer_steps,
+    "stretched_steps": stretched_steps,
     "last_layers": last_layers,
     "depth": depth,
     "random_windows": random_windows,
     "elastic_trainer": elastic_trainer,
     "fedel": fedel,
+    "exact_windows": exact_windows,
     "pliant": pliant,
 }
