@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from flwr.app import Context
+
 from fleet import data, model
 from fleet.settings import setting_of
-
 from pliant.integrations.flower import Local, Profiles, SimulatedClock, client_app
 
 torch.set_num_threads(1)

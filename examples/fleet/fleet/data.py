@@ -74,7 +74,9 @@ def split(labels: torch.Tensor, clients: int, alpha: float, seed: int, least: in
                 part.extend(some.tolist())
         if min(map(len, parts)) >= least:
             return [np.array(sorted(part)) for part in parts]
-    raise SystemExit(f"{len(values)} samples cannot give each of {clients} clients {least}: use fewer clients or a larger alpha.")
+    raise SystemExit(
+        f"{len(values)} samples cannot give each of {clients} clients {least}: use fewer clients or a larger alpha."
+    )
 
 
 def accuracy(model: torch.nn.Module, data: Data) -> float:

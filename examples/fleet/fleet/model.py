@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from fleet.data import Data, loss
 from torch import nn
 
+from fleet.data import Data, loss
 from pliant.integrations.flower import Local
 
 WIDTHS = (16, 16, 24, 24, 32, 32)

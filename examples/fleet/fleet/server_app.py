@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
+
 from fleet import data, model
 from fleet.settings import setting_of
-
 from pliant.integrations.flower import Elastic, RoundReport
 
 app = ServerApp()

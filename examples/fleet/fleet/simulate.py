@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from fleet import data, model
 from fleet.settings import Setting
-
 from pliant.integrations.flower import METHODS, Federation, Profiles, Reply, SimulatedClock, ability, train_round
 
 
@@ -30,7 +30,9 @@ def run(
     def local(client: int) -> Any:
         return model.local(net, held, parts[client], **how, slowdown=setting.slowdown(client))
 
-    fleet = Federation(net.state_dict(), METHODS[setting.method](), rate=setting.rate, seed=setting.seed, path=setting.state or None)
+    fleet = Federation(
+        net.state_dict(), METHODS[setting.method](), rate=setting.rate, seed=setting.seed, path=setting.state or None
+    )
     names = {f"{client:03}": client for client in range(setting.clients)}
     for name, client in names.items():
         if name not in fleet.abilities:

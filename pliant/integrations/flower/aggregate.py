@@ -15,7 +15,7 @@ MOST_CHANGE = 10.0  # times the norm of the whole model: an update that moves fu
 class Update:
     """New values of the tensors that one client trained, and how much they count.
 
-    `stretch` multiplies what changed: a client that took a quarter of the steps moves as far as if it had taken all of them.
+    `stretch` multiplies what changed, so that a client that took few steps counts as much as one that took many.
     """
 
     client: str
@@ -52,7 +52,7 @@ def norm_of(tensors: Mapping[str, torch.Tensor]) -> float:
 
 
 class Mean:
-    """The mean of each tensor over the clients that sent it, by their weights. Holds one sum, however many clients there are."""
+    """The mean of each tensor over the clients that sent it, by their weights. However many clients: one sum."""
 
     def __init__(self, model: Mapping[str, torch.Tensor]) -> None:
         self._model = model

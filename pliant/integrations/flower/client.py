@@ -36,10 +36,10 @@ Globs = tuple[str, ...]
 class Local:
     """What a client trains with. Make it afresh for each message: model and optimizer start every round anew.
 
-    `batches(seed)` gives a round's batches, all of one shape, at least `steps` of them. `blocks` are the parts of the model from
-    the input to the output, each as globs over parameter names; without them every layer is a block. A model with early exits
-    also names the parameters of the exit after each block (none after the last, whose exit is the head), and `loss_at(block)`
-    is the loss there: its forward pass ends after that block. `slowdown` makes this device a slower one, for simulations.
+    `batches(seed)` gives a round's batches, all of one shape, at least `steps` of them. `blocks` are the parts of the model
+    from the input to the output, each as globs over parameter names; without them every layer is a block. A model with early
+    exits also names the parameters of the exit after each block; that of the last block is the head. `loss_at(block)` is the
+    loss there: its forward pass ends after that block. `slowdown` makes this device a slower one, for simulations.
     """
 
     model: nn.Module
@@ -152,7 +152,14 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     policy = _policy(local, task, profile, each)
     took, before, losses = 0, clock.elapsed, []
     with Session(
-        local.model, local.optimizer, loss, policy, **_how(local), profile=profile, total_steps=steps, correct=local.slowdown == 1
+        local.model,
+        local.optimizer,
+        loss,
+        policy,
+        **_how(local),
+        profile=profile,
+        total_steps=steps,
+        correct=local.slowdown == 1,
     ) as session:
         if probes:
             clock.probed(profile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -111,10 +112,13 @@ class Federation:
         """Take the round's replies: refuse what is wrong, average the rest, write the state."""
         mean, refused, losses = Mean(self.model), {}, []
         seconds, late, back = 0.0, 0, 0
-        for reply in sorted(replies, key=lambda reply: reply.client):
+        came = sorted(replies, key=lambda reply: reply.client)
+        usual = _mean_steps(tasks, came)
+        for reply in came:
             reason = reply.error or ("nobody asked it" if reply.client not in tasks else None)
-            examples, stretch = float(reply.metrics.get("num-examples", 0.0)), _stretch(tasks.get(reply.client), reply)
-            update = Update(reply.client, reply.tensors, examples, stretch)
+            task = tasks.get(reply.client)
+            stretch = usual / _steps(task, reply) if task is not None and task.stretch else 1.0
+            update = Update(reply.client, reply.tensors, _number(reply, "num-examples"), stretch)
             reason = reason or refusal(update, self.model, self.most_change)
             if reason is not None:
                 refused[reply.client] = reason
@@ -163,17 +167,29 @@ class Federation:
                 if there is None or here is None or there.shape != here.shape or there.dtype != here.dtype:
                     raise ValueError(f"it is of another model: {name!r} differs")
         except ValueError as error:
-            raise ValueError(
-                f"{str(path)!r} is no state of this federation: {error}. Move it away to begin anew."
-            ) from error
+            raise ValueError(f"{str(path)!r} is no state of this federation: {error}. Move it away to begin anew.") from error
         self.round, self.model = state["round"], state["model"]
         self.abilities = {client: from_json(Ability, text) for client, text in state["abilities"].items()}
         self.importance, self.memory, self.history = state["importance"], state["memory"], state["history"]
         self.chosen = {client: tuple(names) for client, names in state["chosen"].items()}
 
 
-def _stretch(task: Task | None, reply: Reply) -> float:
-    """The steps that were asked for over those that were taken."""
-    if task is None or not task.stretch:
-        return 1.0
-    return task.steps / min(max(float(reply.metrics.get("steps", task.steps)), 1.0), task.steps)
+def _number(reply: Reply, name: str) -> float:
+    return float(reply.metrics.get(name, 0.0))
+
+
+def _steps(task: Task, reply: Reply) -> float:
+    """The steps that a client says it took: at least one, at most those that it was asked for."""
+    steps = _number(reply, "steps")
+    return min(max(steps, 1.0), float(task.steps)) if math.isfinite(steps) else float(task.steps)
+
+
+def _mean_steps(tasks: Mapping[str, Task], replies: Iterable[Reply]) -> float:
+    """Of the clients whose change is stretched, by their examples."""
+    each = [
+        (_steps(tasks[reply.client], reply), weight)
+        for reply in replies
+        if reply.client in tasks and tasks[reply.client].stretch
+        if math.isfinite(weight := _number(reply, "num-examples")) and weight > 0
+    ]
+    return sum(steps * weight for steps, weight in each) / sum(weight for _, weight in each) if each else 1.0

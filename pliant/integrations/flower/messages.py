@@ -51,10 +51,17 @@ class Task:
     """What a client is asked to do in one round.
 
     At most `steps` steps, in at most `seconds`. `params` may train (none named: all of them). `exit` is the block after which
-    the forward pass ends. `choose` says how the client chooses among them inside its budget: "all" takes every one, "pace"
-    the layers of most value in the whole round, "layers" those of most value in a step, "tensors" is ElasticTrainer's, "last" and "random" are baselines. `importance` is what the server knows of
-    each parameter; local values count `beta`, those of the server the rest. A client that does not `stop` at the deadline goes
-    on until its last step. With `stretch`, what a client changed in fewer steps counts as if it had taken all of them. `memory` limits a step as `Budget(memory=…)` does.
+    the forward pass ends. `choose` says how the client chooses among them inside its budget:
+
+    - "all": every one of them, in as many steps as fit
+    - "pace": the layers of most value in the whole round
+    - "layers": the layers of most value in each step (exact solver)
+    - "tensors": ElasticTrainer's choice
+    - "last", "random": baselines
+
+    `importance` is what the server knows of each parameter; local values count `beta`, those of the server the rest. A client
+    that does not `stop` at the deadline goes on until its last step. With `stretch`, what a client changed counts per step,
+    times the mean of all clients' steps. `memory` limits a step as `Budget(memory=…)` does.
     """
 
     steps: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ def fewer_steps() -> Method:
 
 
 def stretched_steps() -> Method:
-    """The same, and what a client changed counts as if it had taken all steps. As in FedNova, NeurIPS 2020, arXiv 2007.07481."""
+    """The same, and what a client changed counts per step, times the mean of all clients' steps. FedNova, arXiv 2007.07481."""
     return _each(lambda now, client, able: Task(able.steps, now.deadline, stretch=True, seed=now.seed_of(client)))
 
 
@@ -138,20 +138,23 @@ def fedel(beta: float = 0.6) -> Method:
 
 
 def pliant(beta: float = 0.0) -> Method:
-    """Ours: each client trains the layers of most value in a round, down to the input where that pays, in fewer steps if need be."""
+    """Ours: each client trains the layers of most value in a whole round, in fewer steps where the deadline is near.
 
-    def task(now: Situation, client: str, able: Ability) -> Task:
+    Values are the fleet's alone by default (`beta` = 0), so no client spends its time on a probe once there are any.
+    """
+
+    def asked(now: Situation, client: str, able: Ability) -> Task:
         seed = now.seed_of(client)
         if able.round <= now.deadline * (1 + 1e-9):
-            return Task(able.steps, now.deadline, seed=seed)
-        how = {"importance": now.importance, "beta": beta if now.importance else 1.0}
-        return Task(able.steps, now.deadline, choose="pace", **how, stretch=True, seed=seed)
+            return Task(able.steps, now.deadline, stretch=True, seed=seed)
+        task = Task(able.steps, now.deadline, choose="pace", stretch=True, seed=seed)
+        return replace(task, importance=now.importance, beta=beta) if now.importance else task
 
-    return _each(task)
+    return _each(asked)
 
 
 def exact_windows(beta: float = 0.6) -> Method:
-    """FedEL with windows re-drawn in every round from measured prices, the exact solver in them, and no step after the deadline."""
+    """FedEL with windows re-drawn in every round from measured prices, the exact solver in them, no step after the deadline."""
 
     def task(now: Situation, client: str, able: Ability) -> Task:
         window = windows.drawn(able, now.deadline / able.steps, now.rng(client)) or (0, 0)

@@ -12,7 +12,7 @@ Window = tuple[int, int]  # first and last block
 
 
 def widest(ability: Ability, seconds: float) -> list[Window]:
-    """For each last block, the window that reaches furthest back in a step of so many seconds; those that nothing fits are out."""
+    """For each last block, the window that reaches furthest back in a step of so many seconds; none where none fits."""
     found = []
     for last in range(len(ability.blocks)):
         fits = [first for first in range(last + 1) if ability.window(first, last) <= seconds]
