@@ -5,8 +5,8 @@
     python benchmarks/fleet.py --quick               # two methods, one seed, a few rounds: about a minute
 
 Clients and server are those of `examples/fleet`, in one process. The devices of a fleet are one, two, three and four times as
-slow as this machine. A step takes what a measured profile says, times that factor, times a random one per round (`jitter`). What is
-timed:
+slow as this machine. A step takes what a measured profile says, times that factor, times a random one per round (`jitter`).
+What is timed:
 
     round     the slowest of its clients, from the task to the last step; a probe counts as a full step
     FedAvg    runs `rounds` rounds; the others until half of FedAvg's time is over
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--task", default="digits", choices=["digits", "signs", "birds", "spoken"])
     parser.add_argument("--data", default="", help="the folder of signs, birds and spoken digits")
     parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=12, help="of FedAvg")
+    parser.add_argument("--rounds", type=int, default=10, help="of FedAvg")
     parser.add_argument("--rate", type=float, default=0.3)
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.1])
     parser.add_argument("--dropout", type=float, default=0.0)

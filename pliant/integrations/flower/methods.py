@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,10 +107,11 @@ def elastic_trainer() -> Method:
     return _each(lambda now, client, able: Task(able.steps, now.deadline, choose="tensors", seed=now.seed_of(client)))
 
 
-def fedel(beta: float = 0.6) -> Method:
+def fedel(beta: float = 0.6, stop: bool = False) -> Method:
     """FedEL as published, arXiv 2509.16902: a window slides from the input to the output, ElasticTrainer chooses in it.
 
-    Window edges count backward times alone, so a step with its forward pass may take longer than asked; the round waits.
+    Window edges count backward times alone, so a step with its forward pass may take longer than asked; the round waits, unless
+    clients `stop` at the deadline.
     """
 
     def method(now: Situation) -> tuple[Tasks, dict[str, Any]]:
@@ -129,7 +131,7 @@ def fedel(beta: float = 0.6) -> Method:
                 "tensors",
                 now.importance,
                 beta,
-                stop=False,
+                stop=stop,
                 seed=now.seed_of(client),
             )
         return tasks, memory
@@ -184,6 +186,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "random_windows": random_windows,
     "elastic_trainer": elastic_trainer,
     "fedel": fedel,
+    "fedel_stopped": partial(fedel, stop=True),
     "exact_windows": exact_windows,
     "pliant": pliant,
 }
