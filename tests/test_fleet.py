@@ -127,7 +127,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
         ({"v": torch.zeros(2)}, 1, "'v' is no tensor of the model"),
         ({"w": torch.tensor([float("nan"), 0.0])}, 1, "'w' holds numbers that are not finite"),
         ({"w": torch.tensor([float("inf"), 0.0])}, 1, "'w' holds numbers that are not finite"),
-        ({"w": torch.tensor([1e6, 0.0])}, 1, "it moves by 1e+06, more than 10 times the norm of the model, 3.77"),
+        ({"w": torch.tensor([1e6, 0.0])}, 1, "it moves by 1e+06, more than 10 times the norm of the model (3.77)"),
         ({"w": torch.zeros(2, dtype=torch.float64)}, 1, "'w' is torch.float64, not torch.float32"),
         ({"w": torch.zeros(2)}, 0, "its weight is 0: the number of its examples must be more than 0"),
         ({"w": torch.zeros(2)}, float("nan"), "its weight is nan: the number of its examples must be more than 0"),
@@ -237,9 +237,8 @@ def test_only_what_trained_is_sent_and_blocks_after_the_exit_are_skipped(profile
     task = Task(3, exit=1, params=("blocks.1.weight", "blocks.1.bias", "exits.1.weight", "exits.1.bias"))
     trained = train_round(client, task, profiles, SimulatedClock())
     assert set(trained.tensors) == set(task.params) and trained.metrics["steps"] == 3
-    assert all(
-        torch.equal(tensor, before[name]) for name, tensor in client.model.state_dict().items() if name not in task.params
-    )
+    after = client.model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name not in task.params)
     assert trained.metrics["trained-bytes"] == sum(4 * before[name].numel() for name in task.params)
     assert all(param.requires_grad for param in client.model.parameters())  # left as it was found
 
@@ -348,7 +347,7 @@ def test_updates_count_per_step_where_the_task_says_so() -> None:
 SERVER = """
 import sys, torch
 from pliant.integrations.flower import METHODS, Ability, Federation, Reply
-fleet = Federation({"w": torch.zeros(20_000)}, METHODS["fedavg"](), path=sys.argv[1])
+fleet = Federation({"w": torch.ones(20_000)}, METHODS["fedavg"](), path=sys.argv[1])
 fleet.learn("one", Ability(1.0, 1, 1, ((1.0,),), (1.0,), (("w",),), ()))
 while fleet.round < 100_000:
     w = fleet.model["w"] + 1
@@ -379,8 +378,8 @@ def killed(code: str, path: Path, lines: int) -> None:
 def test_a_server_that_is_killed_loses_at_most_the_round_that_runs(tmp_path: Path) -> None:
     path = tmp_path / "state"
     killed(SERVER, path, 7)
-    fleet = Federation({"w": torch.zeros(20_000)}, METHODS["fedavg"](), rate=0.1, seed=0, path=path)
-    assert fleet.round >= 7 and torch.equal(fleet.model["w"], torch.full((20_000,), float(fleet.round)))
+    fleet = Federation({"w": torch.ones(20_000)}, METHODS["fedavg"](), rate=0.1, seed=0, path=path)
+    assert fleet.round >= 7 and torch.equal(fleet.model["w"], torch.full((20_000,), 1.0 + fleet.round))
     assert len(fleet.history) == fleet.round
 
 

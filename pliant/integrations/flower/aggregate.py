@@ -40,9 +40,9 @@ def refusal(update: Update, model: Mapping[str, torch.Tensor], most_change: floa
         if not bool(torch.isfinite(tensor).all()):
             return f"{name!r} holds numbers that are not finite"
         moved += float((tensor.double() - model[name].double()).square().sum())
-    size = norm_of(model)
+    size = max(norm_of(model), 1.0)  # a model may begin at zero
     if math.sqrt(moved) > most_change * size:
-        return f"it moves by {math.sqrt(moved):.3g}, more than {most_change:g} times the norm of the model, {size:.3g}"
+        return f"it moves by {math.sqrt(moved):.3g}, more than {most_change:g} times the norm of the model ({size:.3g})"
     return None
 
 

@@ -198,14 +198,14 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
     left = task.seconds - aside
     if not task.stop:
         return task.steps, max(left / task.steps, floor)
-    if task.choose == "pace":
-        return task.steps, max(min(left, profile.full.seconds), floor)
     steps = min(task.steps, int(left / floor * (1 + 1e-9)))
     if steps < 1:
         raise BudgetError(
             f"a round of {task.seconds:.4g} s holds no step: the cheapest one takes {floor:.4g} s here, and choosing "
             f"{aside:.4g} s. Give this client at least {floor + aside:.4g} s, or fewer blocks."
         )
+    if task.choose == "pace":  # its solver weighs what a step may cost against how many there are
+        return task.steps, max(min(left, profile.full.seconds), floor)
     return steps, max(left / steps, floor)
 
 
