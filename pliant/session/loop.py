@@ -72,7 +72,6 @@ class Loop:
         self._elements = 0  # of the batch whose step is measured
         self._full_steps = FullSteps(model, loss, self.params, engine, norms, update, self.laps, self.ranks)
         self.change_seconds = 0.0  # what the last change of the selection took
-        self._lr: float | torch.Tensor | None = None  # of the step under way, in the first group
         self._shared_time: tuple[float, float] | None = None  # as it was at the first process when this step began
         self._is_checked = False  # whether processes were seen to have the same gradients of this selection
         self.energy: EnergyUse | None = None  # where joules are limited
@@ -144,6 +143,7 @@ class Loop:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
         if self.laps.is_running:
             self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
+        self.log.note_rate(self.engine.optimizer, self.total_steps)
         batches.check_not_empty(batch)
         shared = self.budget.moves and not self.ranks.is_alone
         self._shared_time = self.ranks.first(lambda: self._time) if shared else None
@@ -170,7 +170,6 @@ class Loop:
             raise
         check_in_groups(self.params, self.engine.optimizer, self.selection.params)
         self._hold_norms(self.selection.params)
-        self._lr = self.engine.optimizer.param_groups[0].get("lr")
         self.laps.begin()
 
     def _heed_flags(self) -> None:
@@ -189,7 +188,7 @@ class Loop:
         if result.loss is not None and self.engine.skipped:
             self.note("step skipped: its gradients are not finite")
         self.steps += 1
-        self.log.step(self.steps, self.round, result.loss, result.seconds, self._lr)
+        self.log.step(self.steps, self.round, result.loss, result.seconds)
         if result.bytes is not None:
             taken = self.ranks.largest(result.bytes)
             self.controller.feedback.see_bytes(taken, self._elements)
@@ -218,8 +217,7 @@ class Loop:
             self.engine.units_are_sliced = any(part.dim is not None for unit in self.controller.units for part in unit.parts)
             self.engine.origin = self.profile.origin
         self.settle(self.budget)
-        spent = self.time.spent["profiling"]
-        self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), spent, self.total_steps)
+        self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
         for note in filter(None, notes):
             self.note(note)
 
