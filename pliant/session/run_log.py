@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +30,7 @@ class RunLog:
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = path
         self._has_folder = path is None
-        self._steps: list[tuple[int, int, torch.Tensor | None, Callable[[], float]]] = []
+        self._steps: list[tuple[int, int, torch.Tensor | None, Callable[[], float], float | torch.Tensor | None]] = []
 
     def move(self, path: str | os.PathLike[str] | None) -> None:
         """Later lines go to this file, and the steps that no file holds yet."""
@@ -41,10 +42,17 @@ class RunLog:
             self.flush()
             self._append([{"event": event, **line}])
 
-    def step(self, step: int, round: int, loss: torch.Tensor | None, seconds: Callable[[], float]) -> None:
+    def step(
+        self,
+        step: int,
+        round: int,
+        loss: torch.Tensor | None,
+        seconds: Callable[[], float],
+        lr: float | torch.Tensor | None = None,
+    ) -> None:
         """One optimizer step; its loss and its seconds are read later, with those of its neighbours."""
         if self.path is not None:
-            self._steps.append((step, round, loss, seconds))
+            self._steps.append((step, round, loss, seconds, lr.clone() if isinstance(lr, torch.Tensor) else lr))
             if len(self._steps) >= _FLUSH_EVERY:
                 self.flush()
 
@@ -53,11 +61,12 @@ class RunLog:
         steps = self._steps
         if self.path is None or not steps:
             return
-        known = [loss.float() for _, _, loss, _ in steps if loss is not None]
+        known = [loss.float() for _, _, loss, _, _ in steps if loss is not None]
         values = iter(torch.stack(known).tolist() if known else [])
         self._append(
             {"event": "step", "step": n, "round": r, "loss": None if loss is None else next(values), "seconds": seconds()}
-            for n, r, loss, seconds in steps
+            | ({} if lr is None else {"lr": float(lr)})
+            for n, r, loss, seconds, lr in steps
         )
         self._steps = []  # only now: a folder that is gone loses none of them
 
@@ -70,7 +79,15 @@ class RunLog:
 
     # ------------------------------------------------------------ what a session writes
 
-    def start(self, policy: Policy, profile: Profile, units: tuple[Unit, ...], engine: str, profiling_seconds: float) -> None:
+    def start(
+        self,
+        policy: Policy,
+        profile: Profile,
+        units: tuple[Unit, ...],
+        engine: str,
+        profiling_seconds: float,
+        total_steps: int | None = None,
+    ) -> None:
         """What a run begins with; the cost of a unit is that of a step with it alone."""
         if self.path is None:
             return
@@ -92,6 +109,8 @@ class RunLog:
             coverage=profile.coverage,
             uncounted=list(profile.uncounted),
             profiling_seconds=profiling_seconds,
+            total_steps=total_steps,
+            at=time.time(),
         )
 
     def round(
