@@ -21,6 +21,7 @@ from flwr.serverapp import Grid  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 from pliant.integrations.flower import Elastic, Local, Profiles, SimulatedClock, client_app  # noqa: E402
+from pliant.integrations.flower.apps import packed, unpacked  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -129,12 +130,12 @@ def test_rounds_run_and_only_what_trained_is_sent(method: str) -> None:
 
 
 def spoil(reply: Message, name: str, array: Any) -> None:
-    reply.content["arrays"][name] = Array(array)
+    reply.content["arrays"] = packed(unpacked(reply.content["arrays"]) | {name: torch.from_numpy(array)})
 
 
-def unreadable(reply: Message) -> None:
-    array = reply.content["arrays"]["head.bias"]
-    reply.content["arrays"]["head.bias"] = Array(array.dtype, array.shape, array.stype, b"no array at all")
+def unreadable(reply: Message, content: bytes, raw: bool) -> None:
+    kind = ("uint8", (len(content),), "numpy.ndarray", content)
+    reply.content["arrays"]["safetensors"] = Array(*kind) if raw else Array(np.frombuffer(content, np.uint8))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,8 @@ def unreadable(reply: Message) -> None:
         (partial(spoil, name="code", array=np.zeros(4, np.float32)), "no tensor of the model"),
         (partial(spoil, name="head.bias", array=np.full(3, np.nan, np.float32)), "not finite"),
         (partial(spoil, name="head.bias", array=np.full(3, 1e9, np.float32)), "times the norm"),
-        (unreadable, "cannot be read"),
+        (partial(unreadable, content=b"no array at all", raw=True), "cannot be read"),
+        (partial(unreadable, content=b"no tensors", raw=False), "cannot be read"),
         (lambda reply: reply.content.__setitem__("metrics", MetricRecord({"num-examples": 0})), "its weight is 0"),
         (lambda reply: reply.content.pop("arrays"), "cannot be read"),
     ],

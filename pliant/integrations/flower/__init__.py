@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pliant.integrations.flower.aggregate import Mean, Update, aggregate, refusal
+from pliant.integrations.flower.aggregate import Mean, Update, aggregate, norm_of, refusal
 from pliant.integrations.flower.client import Local, Profiles, Trained, ability, train_round
 from pliant.integrations.flower.clock import SimulatedClock, WallClock, slowed
 from pliant.integrations.flower.federation import Federation, Reply, RoundReport
@@ -16,7 +16,7 @@ from pliant.integrations.flower.messages import Ability, Task
 from pliant.integrations.flower.methods import METHODS, Method, Situation
 
 if TYPE_CHECKING:
-    from pliant.integrations.flower.apps import Elastic, client_app
+    from pliant.integrations.flower.apps import Elastic, client_app, packed, unpacked
 
 __all__ = [
     "METHODS",
@@ -38,14 +38,17 @@ __all__ = [
     "ability",
     "aggregate",
     "client_app",
+    "norm_of",
+    "packed",
     "refusal",
     "slowed",
     "train_round",
+    "unpacked",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Elastic", "client_app"):
+    if name not in ("Elastic", "client_app", "packed", "unpacked"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pliant.integrations.flower import apps
 

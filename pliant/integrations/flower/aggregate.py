@@ -24,8 +24,10 @@ class Update:
     stretch: float = 1.0
 
 
-def refusal(update: Update, model: Mapping[str, torch.Tensor], most_change: float = MOST_CHANGE) -> str | None:
-    """Why this update must not be taken, or None. What cannot be checked is refused."""
+def refusal(
+    update: Update, model: Mapping[str, torch.Tensor], most_change: float = MOST_CHANGE, norm: float | None = None
+) -> str | None:
+    """Why this update must not be taken, or None. What cannot be checked is refused. `norm` is that of the model, if known."""
     weight = update.weight
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight <= 0:
         return f"its weight is {weight!r}: the number of its examples must be more than 0"
@@ -37,10 +39,10 @@ def refusal(update: Update, model: Mapping[str, torch.Tensor], most_change: floa
             return f"{name!r} has shape {tuple(tensor.shape)}, not {tuple(model[name].shape)}"
         if tensor.dtype != model[name].dtype:
             return f"{name!r} is {tensor.dtype}, not {model[name].dtype}"
-        if not bool(torch.isfinite(tensor).all()):
+        moved += _norm(tensor - model[name]) ** 2
+        if not math.isfinite(moved):  # so is the sum of squares, if one of them is not
             return f"{name!r} holds numbers that are not finite"
-        moved += float((tensor.double() - model[name].double()).square().sum())
-    size = max(norm_of(model), 1.0)  # a model may begin at zero
+    size = max(norm_of(model) if norm is None else norm, 1.0)  # a model may begin at zero
     if math.sqrt(moved) > most_change * size:
         return f"it moves by {math.sqrt(moved):.3g}, more than {most_change:g} times the norm of the model ({size:.3g})"
     return None
@@ -48,7 +50,12 @@ def refusal(update: Update, model: Mapping[str, torch.Tensor], most_change: floa
 
 def norm_of(tensors: Mapping[str, torch.Tensor]) -> float:
     """The norm of all tensors together."""
-    return math.sqrt(math.fsum(float(tensor.double().square().sum()) for tensor in tensors.values()))
+    return math.sqrt(math.fsum(_norm(tensor) ** 2 for tensor in tensors.values()))
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return float(torch.linalg.vector_norm(tensor.double() if whole else tensor, dtype=None if whole else torch.float64))
 
 
 class Mean:
@@ -62,7 +69,7 @@ class Mean:
     def add(self, update: Update) -> None:
         for name, tensor in update.tensors.items():
             change = (tensor.double() - self._model[name].double()) * (update.weight * update.stretch)
-            self._sums[name] = self._sums[name] + change if name in self._sums else change
+            self._sums[name] = self._sums[name].add_(change) if name in self._sums else change
             self._weights[name] = self._weights.get(name, 0.0) + update.weight
 
     def result(self) -> dict[str, torch.Tensor]:
@@ -86,9 +93,9 @@ def aggregate(
     >>> new["w"].tolist(), new["b"].tolist(), refused
     ([3.0, 0.0], [1.0], {'two': "'b' holds numbers that are not finite"})
     """
-    mean, refused = Mean(model), {}
+    mean, refused, norm = Mean(model), {}, norm_of(model)
     for update in updates:
-        reason = refusal(update, model, most_change)
+        reason = refusal(update, model, most_change, norm)
         if reason is not None:
             refused[update.client] = reason
         else:

@@ -141,7 +141,8 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     """Train one round as the server asks, inside its budget. The session's selection holds for the whole round.
 
     Where not even the cheapest step fits `seconds / steps`, fewer steps are taken; where not one fits, the round is refused.
-    A round ends at its last step, or before the first one that would end after the deadline.
+    A round ends at its last step, or before one that may end after the deadline: as long as the longest so far, but for the
+    first one, in which the model is read.
     """
     clock = clock if clock is not None else WallClock()
     profiles = profiles if profiles is not None else Profiles()
@@ -150,7 +151,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     probes = task.choose in ("pace", "layers", "tensors") and _needs_probe(task)
     steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
     policy = _policy(local, task, profile, each)
-    took, before, losses = 0, clock.elapsed, []
+    took, longest, losses = 0, 0.0, []
     with Session(
         local.model,
         local.optimizer,
@@ -164,12 +165,12 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
         if probes:
             clock.probed(profile)
         for batch in islice(local.batches(task.seed), steps):
-            if took and task.stop and task.seconds is not None and clock.elapsed + (clock.elapsed - before) > task.seconds:
-                break
             before = clock.elapsed
+            if took and task.stop and task.seconds is not None and before + longest > task.seconds:
+                break
             losses.append(session.step(batch))
             clock.stepped(session, profile)
-            took += 1
+            took, longest = took + 1, clock.elapsed - before if took < 2 else max(longest, clock.elapsed - before)
         changed, selection = session.delta(), session.selection
     seconds = clock.elapsed
     value = float(torch.stack(losses).mean()) if losses else float("nan")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pliant.core import schema
-from pliant.integrations.flower.aggregate import MOST_CHANGE, Mean, Update, refusal
+from pliant.integrations.flower.aggregate import MOST_CHANGE, Mean, Update, norm_of, refusal
 from pliant.integrations.flower.importance import of_change
 from pliant.integrations.flower.messages import Ability, Task, from_json, to_json
 from pliant.integrations.flower.methods import Method, Situation
@@ -113,13 +113,13 @@ class Federation:
         mean, refused, losses = Mean(self.model), {}, []
         seconds, late, back = 0.0, 0, 0
         came = sorted(replies, key=lambda reply: reply.client)
-        usual = _mean_steps(tasks, came)
+        usual, norm = _mean_steps(tasks, came), norm_of(self.model)
         for reply in came:
             reason = reply.error or ("nobody asked it" if reply.client not in tasks else None)
             task = tasks.get(reply.client)
             stretch = usual / _steps(task, reply) if task is not None and task.stretch else 1.0
             update = Update(reply.client, reply.tensors, _number(reply, "num-examples"), stretch)
-            reason = reason or refusal(update, self.model, self.most_change)
+            reason = reason or refusal(update, self.model, self.most_change, norm)
             if reason is not None:
                 refused[reply.client] = reason
                 continue

@@ -1,8 +1,8 @@
 """Fleets on a simulated clock: accuracy against time and bytes, for every method from the same start.
 
-    python benchmarks/fleet.py                       # digits, 20 clients, three seeds: half an hour on a CPU; resumable
-    python benchmarks/fleet.py --task signs --data DIR
-    python benchmarks/fleet.py --quick               # two methods, one seed, a few rounds: about a minute
+    python benchmarks/fleets.py                       # digits, 20 clients, three seeds: half an hour on a CPU; resumable
+    python benchmarks/fleets.py --task signs --data DIR
+    python benchmarks/fleets.py --quick               # two methods, one seed, a few rounds: about a minute
 
 Clients and server are those of `examples/fleet`, in one process. The devices of a fleet are one, two, three and four times as
 slow as this machine. A step takes what a measured profile says, times that factor, times a random one per round (`jitter`).
