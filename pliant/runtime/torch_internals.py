@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "recompile_limit",
     "saved_tensor_hooks",
     "tree_leaves",
+    "uses_onednn",
     "without_dynamo",
     "without_function_modes",
     "would_run",
@@ -90,6 +91,14 @@ def is_transformed() -> bool:
 def would_run(node: Any) -> bool:
     """Whether the backward pass that runs now will run this autograd node."""
     return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
+def uses_onednn(convolution: Sequence[Any]) -> bool:
+    """Whether oneDNN computes a convolution with these arguments (those of `torch.ops.aten.convolution`)."""
+    try:
+        return str(torch._C._select_conv_backend(*convolution)).endswith("Mkldnn")
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 def clear_cublas_workspaces() -> None:

@@ -26,12 +26,13 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
-from pliant.runtime.memory import resident
+from pliant.runtime.heap import give_back
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, leave_out_unheld
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
+from pliant.session.resident import Resident
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
 from pliant.session.user_flags import UserFlags
@@ -65,6 +66,7 @@ class Loop:
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
+        self.resident = Resident(self.device, controller.policy.budget)
         self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
         self._elements = 0  # of the batch whose step is measured
         self._full_step: FullStep | None = None  # while steps take turns with full steps
@@ -117,6 +119,7 @@ class Loop:
             if not self.engine.is_settled(own_loop=False, has_ids=ids is not None):
                 self.settle(own_loop=False, has_ids=ids is not None)
             self.engine.zero_grad()  # first: a probe needs the room
+            give_back()
             self._prepare(batch, self.engine.around)
             self._measure_bytes(batch)
         else:
@@ -197,7 +200,7 @@ class Loop:
         self.log.step(self.steps, self.round, result.loss, result.seconds)
         if result.bytes is not None:
             self.controller.feedback.see_bytes(result.bytes, self._elements)
-            self.log.memory(self.steps, self.round, self.controller.feedback.rounds[-1], result.bytes)
+            self.log.memory(self.steps, self.controller.feedback.rounds[-1], result.bytes, self.resident.growth)
         if self.policy.when.watches and self.steps % Drift.every == 0:
             holders: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
             self.controller.drift.see(signals.watch(holders, self.selection.units))
@@ -243,8 +246,10 @@ class Loop:
     def settle(self, budget: Budget | None = None, **changed: bool) -> None:
         """Let the engine pick its mode after a change, and the controller follow its prices."""
         before = self.engine.mode
-        if budget is not None and budget.memory is not None and self.engine.could_capture:
-            changed["room"] = self.controller.has_room(budget, self.progress, before)
+        if budget is not None:
+            self.resident.follow(budget)
+            if budget.memory is not None and self.engine.could_capture:
+                changed["room"] = self.controller.has_room(budget, self.progress, before)
         self.engine.settle(budget, **changed)
         self.follow_engine(before)
 
@@ -291,7 +296,7 @@ class Loop:
             return None
         self.engine.make_room()
         with self.time.not_training("choosing"):
-            measured = inference_bytes(self.model, self.loss, batch)
+            measured = inference_bytes(self.model, self.loss, batch, True)
             return self.profile.inference if measured is None else measured
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
@@ -366,7 +371,7 @@ class Loop:
         self.controller.take(selection, replace(self.progress, round=selection.round))
         self.laps.new_round()
         self.change_seconds = self.laps.seconds((start, self.laps.watch.mark()))
-        self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, resident())
+        self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, self.resident.now())
 
     def apply_(self, selection: Selection) -> None:
         frozen = self.flags.frozen  # by the user, maybe after this was chosen
@@ -385,8 +390,9 @@ class Loop:
         """Restore trainable flags and modes as they were found."""
         try:
             spent = {"all": self.time.elapsed, **self.time.spent}
-            self.log.write("end", step=self.steps, round=self.round, resident=resident(), spent=spent)
+            self.log.write("end", step=self.steps, round=self.round, **self.resident.now(), spent=spent)
         finally:
+            self.resident.close()
             self.stepper.release()
             self.engine.release()
             self.norms.release_()

@@ -20,6 +20,7 @@ from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
 from pliant.runtime import torch_internals
 from pliant.runtime.batches import Around, Loss, Pieces
+from pliant.runtime.heap import give_back
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
 from pliant.runtime.trainable import ELEMENTWISE
@@ -74,6 +75,7 @@ def probe(
     with sandbox(model, train=names if freeze else None):
         start = rng_states()
         for window in [names] if windows is None else windows:
+            give_back()  # what the last one has freed
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
             for name in names if freeze else ():
@@ -191,6 +193,7 @@ class _Stream:
         try:
             with self.around():
                 value = _finite_loss(self.model, self.loss, batch)
+            give_back()
             if value.requires_grad:  # into these parameters alone: the loss may have some of its own
                 scaled = value * self.scale if self.scale != 1.0 else value
                 torch.autograd.backward(scaled, inputs=into() if into is not None else list(self.params.values()))
