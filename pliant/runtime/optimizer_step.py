@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pliant.runtime.heap import give_back
 from pliant.runtime.torch_internals import norms
 
 OnNan = Literal["skip", "raise", "ignore"]
@@ -44,6 +45,7 @@ class Update:
             value = value / self.accumulate
         if self.scaler is not None:
             value = self.scaler.scale(value)
+        give_back()  # what the forward pass has freed
         torch.autograd.backward(value, inputs=inputs)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:

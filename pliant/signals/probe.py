@@ -21,6 +21,7 @@ from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
 from pliant.runtime import torch_internals
 from pliant.runtime.batches import Around, Loss, Pieces
+from pliant.runtime.heap import give_back
 from pliant.runtime.ranks import Ranks, local
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
@@ -83,6 +84,7 @@ def probe(
     with sandbox(model, train=names if freeze else None):
         start = rng_states()
         for window in told("scoring layers", [names] if windows is None else list(windows)):
+            give_back()  # what the last one has freed
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
             for name in names if freeze else ():
@@ -206,6 +208,7 @@ class _Stream:
             with self.around():
                 value = self.loss(self.model, batch)
             self.ranks.each(partial(_check_finite, value.detach()))
+            give_back()
             if value.requires_grad:  # into these parameters alone: the loss may have some of its own
                 scaled = value * self.scale if self.scale != 1.0 else value
                 ends = into() if into is not None else list(self.params.values())
