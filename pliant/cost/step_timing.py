@@ -73,7 +73,7 @@ class StepTiming:
         self.norms.hold_(self.params, chosen)
         for copy in self._copies.values():
             copy.grad = None
-        self._trained = [self.params[name] for name in chosen]
+        self._trained = [name for name in self.params if name in chosen]
         if self.seed is not None:
             seed_(self.seed)
         seconds, _ = self.watch.time(self._step)
@@ -82,9 +82,11 @@ class StepTiming:
     def _step(self) -> None:
         with self.around():
             value = compute_loss(self.model, self.loss, self.batch)
-        self.update.backward(value, self._trained)
-        for name, copy in self._copies.items():
-            copy.grad, self.mine[name].grad = self.mine[name].grad, None
+        grads = self.update.gradients(value, [self.params[name] for name in self._trained])
+        for name, grad in zip(self._trained, grads, strict=True):
+            if name in self._copies:
+                self._copies[name].grad = grad
+        del grads
         if self._like is not None:
             self.update.step(self._like)
 

@@ -38,6 +38,7 @@ __all__ = [
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "recompile_limit",
+    "reshard_",
     "saved_tensor_hooks",
     "tree_leaves",
     "unsharded",
@@ -129,6 +130,15 @@ def active_ddp() -> Any:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is spread over several processes, as `fully_shard` does it. (To import its class takes long.)"""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def reshard_(model: nn.Module) -> None:
+    """Let `fully_shard` free whole parameters that it still holds: the next pass gathers them, and sees which are trainable."""
+    if any(map(is_sharded, model.parameters())):
+        for module in model.modules():
+            reshard: Any = getattr(module, "reshard", None)
+            if reshard is not None:
+                reshard()
 
 
 def unsharded(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ class Controller:
             whole = all(part.dim is None for unit in units for part in unit.parts)
             how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "spare": spare}
             what = self.policy.cost, model, optimizer, loss, batch
-            self.profile, note = ranks.first(lambda: recall(*what, **how, around=around if whole else nullcontext))
+            recalled = partial(recall, *what, **how, around=around if whole else nullcontext)
+            self.profile, note = ranks.each(recalled)[0] if ranks.shards else ranks.first(recalled)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         if facts(graph):  # also where the profile is of another loss

@@ -28,6 +28,7 @@ from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.heap import give_back
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.ranks import Ranks
+from pliant.runtime.torch_internals import reshard_
 from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, leave_out_unheld
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
@@ -287,12 +288,8 @@ class Loop:
             measured = inference_bytes(self.model, self.loss, batch, True)
             return self.profile.inference if measured is None else measured
 
-    @property
-    def before_forward(self) -> Callable[[], None] | None:
-        """What comes before each forward pass that somebody else runs; None where nothing does."""
-        return self._before_forward if self.norms.has_any or self.ranks.may_be_wrapped else None
-
-    def _before_forward(self) -> None:
+    def before_forward(self) -> None:
+        """Comes before each forward pass that somebody else runs."""
         self.ranks.check_forward()
         self._hold_norms(self.selection.params)
 
@@ -386,6 +383,7 @@ class Loop:
         if not self.freezes:
             self.flags.restore_()
         self.flags.remember()
+        reshard_(self.model)
 
     @property
     def _state_rule(self) -> Literal["keep", "drop"]:

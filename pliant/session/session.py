@@ -12,6 +12,7 @@ from torch import nn
 
 from pliant.core.budget import Budget, Progress
 from pliant.core.types import Selection, Unit
+from pliant.cost.measure import timed
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
 from pliant.engine.prefix.feature_cache import Features
@@ -108,7 +109,7 @@ class Session:
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
-        changes.check_processes(ranks, policy.budget)
+        changes.check_processes(ranks, policy.budget, policy.cost is timed and profile is None)
         earlier = _OPEN[model]() if model in _OPEN else None
         if earlier is not None:
             earlier.close()
