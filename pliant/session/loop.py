@@ -117,6 +117,7 @@ class Loop:
             if not self.engine.is_settled(own_loop=False, has_ids=ids is not None):
                 self.settle(own_loop=False, has_ids=ids is not None)
             self.engine.zero_grad()  # first: a probe needs the room
+            self.engine.check_kernels(batch)
             self._prepare(batch, self.engine.around)
             self._measure_bytes(batch)
         else:
