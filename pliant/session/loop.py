@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -130,6 +130,7 @@ class Loop:
                 self.settle(own_loop=False, has_ids=ids is not None)
             self.engine.zero_grad()  # first: a probe needs the room
             give_back()
+            self.engine.check_kernels(batch)
             self.prepare(batch, self.engine.around)
             self.measure_bytes(batch)
         else:
