@@ -37,7 +37,7 @@ class RunLog:
 
     def note_rate(self, optimizer: torch.optim.Optimizer, total_steps: int | None) -> None:
         """A step begins: its learning rate is that of the first group now, and the run may have got a length."""
-        lr = optimizer.param_groups[0].get("lr")
+        lr = next(iter(optimizer.param_groups), {}).get("lr")
         self._lr = lr.clone() if isinstance(lr, torch.Tensor) and self.path is not None else lr
         self._total_steps = total_steps
 
