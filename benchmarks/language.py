@@ -11,7 +11,8 @@ Needs `pip install 'pliant[hf]' peft`. Two parts, both with `Trainer.train()` as
     quality   a byte-level decoder, pretrained here on Python sources of installed packages, then fine-tuned on C++ headers of
               PyTorch. Perplexity per byte on held-out headers; wall time without evaluation, with measuring and choosing.
 
-Each arm is saved when it is done, so that a run that is cut off keeps what it has. `--seconds` stops starting new ones.
+Each part has a file of its own. Each arm is saved when it is done, so that a run that is cut off keeps what it has. `--seconds`
+stops starting new ones.
 """
 
 from __future__ import annotations
@@ -349,10 +350,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
-    begun, path = time.monotonic(), record.out(args, "language")
+    begun = time.monotonic()
     batch, length = (2, 32) if args.quick else (8, 512)
-    setting = {"device": args.device, "batch": f"{batch} × {length} tokens", "weights": "random in part 1"}
-    setting |= {"steps": args.steps, "pretraining": args.pretrain}
+    setting: dict[str, dict[str, Any]] = {
+        "step": {"device": args.device, "batch": f"{batch} × {length} tokens", "weights": "random"},
+        "quality": {"device": args.device, "steps": args.steps, "pretraining": args.pretrain},
+    }
     cells: list[dict[str, Any]] = []
 
     def is_late() -> bool:
@@ -360,7 +363,9 @@ def main() -> None:
 
     def add(cell: dict[str, Any]) -> None:
         cells.append(cell)
-        record.save(path, setting, cells, table(cells))
+        mine, path = [one for one in cells if one["part"] == cell["part"]], record.out(args, "language")
+        name = path.with_name(path.name.replace("language", f"language_{cell['part']}"))
+        record.save(name, setting[cell["part"]], mine, table(mine))
         shown = {key: value for key, value in cell.items() if key not in ("windows", "rounds", "spent")}
         print(f"{time.monotonic() - begun:6.1f} s", shown, flush=True)
 

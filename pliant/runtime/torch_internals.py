@@ -33,6 +33,7 @@ __all__ = [
     "is_compiled",
     "is_sharded",
     "is_transformed",
+    "next_nodes",
     "next_sequence_number",
     "norms",
     "pop_saved_tensor_hooks",
@@ -139,6 +140,16 @@ def reshard_(model: nn.Module) -> None:
             reshard: Any = getattr(module, "reshard", None)
             if reshard is not None:
                 reshard()
+
+
+def next_nodes(node: Any) -> list[Any]:
+    """The autograd nodes that a node hands its gradients to; those of `fully_shard`, which only watch, are passed over."""
+    found = []
+    for following, index in node.next_functions:
+        while type(following).__name__.startswith("RegisterPostBackward"):
+            following, index = following.next_functions[index]
+        found.append(following)
+    return found
 
 
 def unsharded(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

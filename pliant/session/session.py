@@ -122,7 +122,7 @@ class Session:
                 f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would run. "
                 f"Remove it."
             )
-        known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
+        known = ranks.first(lambda: Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile)
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
         self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype, ranks)
         self._engine.settle(policy.budget)
