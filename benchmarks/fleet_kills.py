@@ -114,6 +114,9 @@ def trial(setting: Setting, profiles: Profiles, victim: int | None, moment: floa
                     killed = True
                     if victim < 0:
                         server.join()
+                        if any(pids):  # the client that worked for it would wait for ever
+                            os.kill(max(pids), signal.SIGKILL)
+                        pids[:] = [0] * setting.clients
                         server = PROCESSES.Process(target=serve, args=(setting, profiles, path, pids))
                         server.start()
             server.join(0.005)

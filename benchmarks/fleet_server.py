@@ -84,15 +84,26 @@ def local(setting: Setting, client: int) -> Any:
 
 def deadlines(profiles: Profiles, setting: Setting, share: float, rounds: int) -> dict[str, Any]:
     """How often a client ends after a deadline of such a share of its full round, by the wall clock of this machine."""
-    late, over, steps = 0, [], 0.0
+    late, over, steps, moved = 0, [], 0.0, 0.0
     for number in range(rounds):
         client = local(setting, number % setting.clients)
         seconds = share * setting.steps * profiles.of(client).full.seconds
+        start = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
         trained = train_round(client, Task(setting.steps, seconds, seed=number), profiles)
         late += trained.metrics["seconds"] > seconds
         over.append(trained.metrics["seconds"] / seconds)
         steps += trained.metrics["steps"] / rounds
-    return {"kind": "deadline", "share": share, "rounds": rounds, "late": late, "longest": max(over), "steps": steps}
+        change = norm_of({name: tensor - start[name] for name, tensor in trained.tensors.items()})
+        moved = max(moved, change / norm_of(start))
+    return {
+        "kind": "deadline",
+        "share": share,
+        "rounds": rounds,
+        "late": late,
+        "longest": max(over),
+        "steps": steps,
+        "moved": moved,
+    }
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -113,12 +124,14 @@ def table(cells: list[dict[str, Any]]) -> str:
     if late:
         lines += [
             "",
-            "| deadline, of a full round | client rounds | late | longest, of the deadline | steps taken |",
-            "|---" * 5 + "|",
+            "| deadline, of a full round | rounds | late | longest, of the deadline | steps | largest change, of the norm |",
+            "|---" * 6 + "|",
         ]
         for c in late:
             rate = f"{c['late']} ({100 * c['late'] / c['rounds']:.1f} %)"
-            lines.append(f"| {c['share']:g} | {c['rounds']} | {rate} | {c['longest']:.2f} | {c['steps']:.1f} |")
+            lines.append(
+                f"| {c['share']:g} | {c['rounds']} | {rate} | {c['longest']:.2f} | {c['steps']:.0f} | {c['moved']:.2f} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -142,13 +142,15 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
 
     Where not even the cheapest step fits `seconds / steps`, fewer steps are taken; where not one fits, the round is refused.
     A round ends at its last step, or before one that may end after the deadline: as long as the longest so far, but for the
-    first one, in which the model is read.
+    first one, in which the model is read. Where a probe would leave no time for a step, the last layers that fit train.
     """
     clock = clock if clock is not None else WallClock()
     profiles = profiles if profiles is not None else Profiles()
     loss = local.loss_of(task.exit)
     profile = profiles.of(local, task.exit)
     probes = task.choose in ("pace", "layers", "tensors") and _needs_probe(task)
+    if probes and task.seconds is not None and task.stop and profile.full.seconds + _least(profile) > task.seconds:
+        task, probes = replace(task, choose="last"), False
     steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
     policy = _policy(local, task, profile, each)
     took, longest, losses = 0, 0.0, []
@@ -193,7 +195,7 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
     if task.seconds is None:
         return task.steps, None
     inside = [name for name in task.params if name in set(profile.shapes)] if task.choose == "all" else []
-    floor = profile.cost([_unit(dict.fromkeys([*inside, *profile.head]))]).seconds
+    floor = _least(profile, inside)
     if task.choose == "all" and not task.params:
         floor = profile.full.seconds
     left = task.seconds - aside
@@ -230,6 +232,11 @@ def _policy(local: Local, task: Task, profile: Profile, each: float | None) -> P
         return Policy(units.tensors(include), gain, timed, solve.knapsack(), once, budget, seed=task.seed, name="fleet_tensors")
     recipe = recipes.last(time=1.0) if task.choose == "last" else recipes.random(time=1.0, seed=task.seed)
     return replace(recipe, units=units.layers(include), budget=budget, when=once)
+
+
+def _least(profile: Profile, inside: Iterable[str] = ()) -> float:
+    """Seconds of a step that trains these parameters and the head."""
+    return profile.cost([_unit(dict.fromkeys([*inside, *profile.head]))]).seconds
 
 
 def _needs_probe(task: Task) -> bool:
