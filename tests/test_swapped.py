@@ -19,7 +19,6 @@ from pliant import Part, Session, measure, recipes, units
 from pliant.cost import node_timing as passes
 from pliant.cost.step_timing import StepTiming
 from pliant.engine.engine import Engine
-from pliant.engine.kernels import channels_last
 from pliant.engine.kernels.arm import depthwise, pointwise
 from pliant.engine.kernels.arm import processor as arm
 from pliant.engine.kernels.switch import Swapped, is_slow_here
@@ -251,7 +250,7 @@ def test_nothing_is_swapped_in_a_checkpoint() -> None:
 def test_only_models_with_such_convolutions() -> None:
     assert is_slow_here(inverted())
     assert not is_slow_here(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)))
-    with patch.object(arm, "SLOW_HERE", False), patch.object(channels_last, "PAYS_HERE", False):
+    with patch.object(arm, "SLOW_HERE", False):
         assert not is_slow_here(inverted())
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,30 +28,31 @@ _through_relu = torch.ops.aten.threshold_backward.default
 
 @dataclass(eq=False)
 class Link:
-    """A convolution, and the norm and the clipping after it, if there are any. It is made for one set of trained parameters."""
+    """A convolution, and the norm and the clipping after it, if there are any. It is made for one program: for these tensors,
+    settings, modes and trainable flags."""
 
     conv: nn.Conv2d
     norm: nn.BatchNorm2d | None = None
     clip: tuple[float, float] | None = None
     derived: Derived | None = None  # weight and bias with a frozen norm folded in, or the norm's scale and shift
 
-    @property
+    @cached_property
     def settings(self) -> channels_last.Settings:
         conv: Any = self.conv
         return conv.stride, conv.padding, conv.dilation, conv.groups
 
-    @property
+    @cached_property
     def params(self) -> tuple[Any, Any, Any, Any]:
         """Weight and bias of the convolution, scale and shift of the norm."""
         conv, norm = self.conv._parameters, self.norm._parameters if self.norm is not None else {}
         return conv["weight"], conv["bias"], norm.get("weight"), norm.get("bias")
 
-    @property
+    @cached_property
     def statistics(self) -> tuple[Any, Any]:
         held = self.norm._buffers if self.norm is not None else {}
         return held.get("running_mean"), held.get("running_var")
 
-    @property
+    @cached_property
     def norm_is_frozen(self) -> bool:
         """Whether the norm is a product and a sum that do not change."""
         if self.norm is None or self.norm.training:

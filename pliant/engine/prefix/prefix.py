@@ -257,8 +257,7 @@ class Prefix:
         """Skip modules of a prefix whose outputs are there, and run chains after it, where custom kernels serve."""
         if isinstance(mode, Export) or not plan.replaced:
             return nullcontext()
-        skips = isinstance(mode, CacheHit)
-        used = [one for one in plan.replaced if (skips and one.skips) or (self.runs_chains and one.links is not None)]
+        used = [one for one in plan.replaced if isinstance(mode, CacheHit) or (self.runs_chains and one.links is not None)]
         return forwards({one.module: one.forward(mode, self.runs_chains) for one in used})
 
     def _build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> None:

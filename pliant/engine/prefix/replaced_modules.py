@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,16 +39,18 @@ class Entered:
     end: int  # that of the first one after it
     reads: int  # the value that it was given
     makes: int  # the value that it returned
+    is_skipped: bool = False  # whether all of it lies in the prefix, and nothing inside of it is used elsewhere
+    is_after: bool = False  # whether nothing of it lies in the prefix
 
 
 @dataclass(frozen=True, eq=False)
 class Replaced:
-    """A module that runs another way: skipped in these calls, or as a chain."""
+    """A module that runs another way: skipped, or as a chain."""
 
     module: nn.Module
     inside: tuple[nn.Module, ...]  # itself and all modules in it
     settings: list[int]
-    skips: dict[int, Entered]  # by the position of their first torch function
+    calls: dict[int, Entered]  # by the position of their first torch function
     links: tuple[Link, ...] | None
 
     def forward(self, mode: Replay | None, as_chain: bool) -> Forward:
@@ -66,12 +68,15 @@ class Replaced:
         """The result; None where the module must run as it is."""
         if more or named or not isinstance(input, torch.Tensor) or self.settings != _settings(self.inside):
             return None
-        call = self.skips.get(mode.at) if isinstance(mode, CacheHit) else None
-        if call is not None and isinstance(mode, CacheHit):
-            return mode.skip(call.end, call.makes) if mode.was_given(input, call.reads) else None
-        if not as_chain or self.links is None or not (mode is None or mode.is_past_prefix):
-            return None
-        return chains.run(self.links, input) if chains.serves(self.links, input) else None
+        links = self.links if as_chain and self.links is not None and chains.serves(self.links, input) else None
+        if isinstance(mode, CacheHit) and not mode.is_past_prefix:
+            call = self.calls.get(mode.at)
+            if call is None or not mode.was_given(input, call.reads):
+                return None
+            if call.is_skipped:
+                return mode.skip(call.end, call.makes)
+            return mode.go_on(call.end, call.makes, chains.run(links, input)) if links is not None and call.is_after else None
+        return chains.run(links, input) if links is not None and (mode is None or mode.is_past_prefix) else None
 
 
 @contextmanager
@@ -103,16 +108,15 @@ def find_replaced(entered: list[Entered], plan: PrefixPlan) -> list[Replaced]:
     for call in sorted(entered, key=lambda call: (call.first, -call.end)):
         if call.first < covered:
             continue
-        module = call.module
+        module, links = call.module, chains.chain_of(call.module)
         is_skipped = call.reads >= 0 and call.makes >= 0 and _is_skipped_whole(call, plan)
-        links = chains.chain_of(module)
         if is_skipped or links is not None:
             covered = call.end
             if module not in found:
                 inside = tuple(module.modules())
                 found[module] = Replaced(module, inside, _settings(inside), {}, links)
-            if is_skipped:
-                found[module].skips[call.first] = call
+            is_after = all(plan.calls[at].kind != "prefix" for at in range(call.first, call.end))
+            found[module].calls[call.first] = replace(call, is_skipped=is_skipped, is_after=is_after)
     return list(found.values())
 
 

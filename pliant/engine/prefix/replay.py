@@ -240,7 +240,10 @@ class CacheHit(Replay):
 
     def skip(self, to: int, number: int) -> torch.Tensor:
         """Go on at this position. Returns what stands for this value, which was made before it."""
-        out = self._stand_in(self.plan.values[number].first)
+        return self.go_on(to, number, self._stand_in(self.plan.values[number].first))
+
+    def go_on(self, to: int, number: int, out: torch.Tensor) -> torch.Tensor:
+        """Go on at this position with this tensor as that value."""
         self._known[id(out)] = ref(out), number
         self._at = to
         return out
