@@ -22,6 +22,7 @@ from pliant.core.types import match, nearest
 from pliant.graph.backward import trainable
 from pliant.planning import recipes
 from pliant.planning.policy import Policy
+from pliant.runtime.working import told
 from pliant.session.session import Session
 
 RECIPES: dict[str, Callable[..., Policy]] = {
@@ -175,7 +176,8 @@ def judge(model: nn.Module, split: data.Split) -> tuple[float, float]:
     """Accuracy and mean loss of a model on a split. Leaves no trace."""
     hits, total = 0, 0.0
     with _evaluating(model):
-        for some, labels in zip(split.images.split(_EVALUATION_BATCH), split.labels.split(_EVALUATION_BATCH), strict=True):
+        batches = zip(split.images.split(_EVALUATION_BATCH), split.labels.split(_EVALUATION_BATCH), strict=True)
+        for some, labels in told("evaluating", list(batches)):
             logits = model(some)
             hits += int((logits.argmax(1) == labels).sum())
             total += float(F.cross_entropy(logits.float(), labels, reduction="sum"))

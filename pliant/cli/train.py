@@ -15,8 +15,9 @@ from pliant.apps import train as training
 from pliant.apps.train import Options, Result, Stopped
 from pliant.apps.train.options import check_no_code
 from pliant.cli.app import UsageError, app, check_data, exit_on_errors
-from pliant.cli.live import duration, shown
+from pliant.cli.live import shown
 from pliant.cli.options import Given, train_options
+from pliant.cli.progress import duration
 
 
 @app.command()
@@ -34,7 +35,7 @@ def train(
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C (after a step, with everything saved).
     """
     console = Console(stderr=as_json, quiet=as_json)
-    with exit_on_errors(Console(stderr=True), ValueError, stopped=_stopped):
+    with exit_on_errors(ValueError, stopped=_stopped):
         options = _all_options(given, config)
         with shown(console) as show:
             result = training.train(options, None if as_json else show)

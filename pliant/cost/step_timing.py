@@ -29,6 +29,7 @@ from pliant.runtime.memory import LiveBytes, inference_peak
 from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.rng import seed_
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
+from pliant.runtime.working import told
 
 _NOISE = 0.01  # relative, of a whole step
 _TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
@@ -189,7 +190,8 @@ class StepTiming:
         def turn() -> list[float]:
             return [self.step(rung) for rung in rungs] + [self._plain_step() for _ in range(plain)]
 
-        turns = np.array([turn() for _ in range(1 if self.watch.cuda and steady else repeats)])  # a steady clock needs one
+        some = range(1 if self.watch.cuda and steady else repeats)  # a steady clock needs one
+        turns = np.array([turn() for _ in told("timing steps", some)])
         if (_shares(turns, rungs).max(0) > 1.2 * _shares(turns, rungs).min(0)).any():  # one of them was much disturbed
             turns = np.array([*turns, turn()])
         full = turns[:, len(rungs) - 1]

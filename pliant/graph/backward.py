@@ -21,6 +21,7 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox
+from pliant.runtime.torch_internals import unsharded
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _PARAMETER_LISTS = frozenset(("ParameterList", "ParameterDict"))
@@ -294,9 +295,9 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         )
     trace.assign(live)
     again = tuple(Recomputed(*part) for part in trace.recomputed(live))
-    recomputing, outward = {part.node for part in again}, _outward(live, params)
-    nodes = []
-    for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, params), strict=True)):
+    recomputing, ends, nodes = {part.node for part in again}, unsharded(model, params), []
+    outward = _outward(live, ends)
+    for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, ends), strict=True)):
         params_here = [name for name in inputs if isinstance(name, str)]
         work = trace.work(node)
         nodes.append(

@@ -37,11 +37,13 @@ class Stepper:
         accumulate: int,
         laps: Laps,
         on_own_step: Callable[[StepResult], None],
+        before_update: Callable[[], None],
     ) -> None:
-        """`on_own_step` gets the result of every step that the caller takes."""
+        """`on_own_step` gets the result of every step that the caller takes. `before_update()` comes before every update."""
         self._engine, self._params, self._accumulate, self._laps = engine, params, accumulate, laps
-        self._on_own_step = on_own_step
+        self._on_own_step, self._before_update = on_own_step, before_update
         self.batches = 0  # of the step under way that are in
+        self.is_whole = True  # whether the caller's step takes as many batches as were priced
         self._peak: StepPeak | None = None  # of that step, where it is measured
         self._is_ours = False
         self._hooks: list[RemovableHandle] = []
@@ -52,6 +54,7 @@ class Stepper:
         self.release()
         self._hooks = [
             optimizer.register_step_pre_hook(even_out_),
+            optimizer.register_step_pre_hook(self._before_optimizer_step),
             optimizer.register_step_post_hook(self._after_optimizer_step),
         ]
         self._engine.use_optimizer(optimizer)
@@ -60,6 +63,9 @@ class Stepper:
         """Leave the optimizer as it was found."""
         for hook in self._hooks:
             hook.remove()
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        self._before_update()
 
     def _after_optimizer_step(self, *_: Any) -> None:
         if self._laps.is_running and not self._is_ours:
@@ -91,7 +97,7 @@ class Stepper:
         """The step under way is over."""
         peak, self._peak = self._peak, None
         fills = loss is not None and self._engine.fills  # filling a cache is paid once
-        counts = peak is None and not fills
+        counts = peak is None and not fills and (loss is not None or self.is_whole)
         return StepResult(loss, self._laps.end(counts), counts, peak.bytes if peak is not None else None)
 
     def drop(self) -> None:

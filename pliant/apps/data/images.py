@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pliant.apps.data.digits import Split
 from pliant.core.errors import PliantError
+from pliant.runtime.working import note, told
 
 PixelStats = tuple[float | Sequence[float], float | Sequence[float]]
 """Mean and standard deviation of pixels in 0…1: one number each, or one per channel."""
@@ -148,6 +149,7 @@ def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
     tops = _folders(root)
     by_split = bool(tops) and all(top.name.lower() in _SPLIT_FOLDERS for top in tops)
     files: list[tuple[Path, str, int]] = []
+    ignored = [] if by_split else [file for file in root.iterdir() if file.is_file() and not file.name.startswith(".")]
     for place, kind in [(top, _SPLIT_FOLDERS[top.name.lower()]) for top in tops] if by_split else [(root, TRAIN)]:
         found = _folders(place)
         if not found:
@@ -162,10 +164,15 @@ def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
                     f"({', '.join(sorted(_SUFFIXES))}). Add some, or remove the folder."
                 )
             files += [(file, of_class.name, kind) for file in mine]
+            ignored += [file for file in of_class.iterdir() if not file.name.startswith(".") and not _is_image(file)]
+    if ignored:
+        some = ", ".join(repr(os.fspath(file.relative_to(root))) for file in sorted(ignored)[:3])
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        note(f"ignored in {os.fspath(root)!r}, because no image of a class: {some}{more}")
     classes = tuple(sorted({name for _, name, _ in files}))
     number = {name: label for label, name in enumerate(classes)}
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
-    for row, (file, _, _) in zip(images, files, strict=True):
+    for row, (file, _, _) in told("reading images", list(zip(images, files, strict=True))):
         row.copy_(_decoded(file, f"the image {os.fspath(file)!r}", size))
     labels = torch.tensor([number[name] for _, name, _ in files])
     return ImageSet(images, labels, classes, torch.tensor([kind for _, _, kind in files]) if by_split else None)

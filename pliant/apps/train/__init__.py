@@ -14,6 +14,7 @@ from pliant.apps.train.interrupts import Stopped, Stopwatch, explain_disk_errors
 from pliant.apps.train.options import Evaluation, OnStatus, Options, Result, Status
 from pliant.apps.train.run import TrainingRun
 from pliant.planning.policy import Policy
+from pliant.runtime import working
 
 __all__ = ["Evaluation", "OnStatus", "Options", "Result", "Status", "Stopped", "load_task", "train"]
 
@@ -46,7 +47,8 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
     policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
     if options.resume:
         _check_same(options)
-    task = load_task(options)
+    with working.noting() as notes:
+        task = load_task(options)
     if "graphs" in options.engine.split("+") and task.device.type != "cuda":
         raise TaskError(
             f"engine={options.engine!r}: steps can only be captured on CUDA, but this run is on {task.device.type!r}. Leave "
@@ -68,7 +70,7 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
             log=folder.log,
         )
         with explain_disk_errors(folder), session:
-            return TrainingRun(options, task, folder, session, Stopwatch(task.device), listeners).train()
+            return TrainingRun(options, task, folder, session, Stopwatch(task.device), listeners, notes).train()
 
 
 def _depends_on_the_clock(policy: Policy, device: torch.device) -> bool:

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -45,9 +46,10 @@ class TrainingRun:
         session: Session,
         spent: Stopwatch,
         listeners: list[OnStatus],
+        notes: Sequence[str] = (),
     ) -> None:
         self.options, self.task, self.folder, self.session, self.spent = options, task, folder, session, spent
-        self.listeners, self.model_name = listeners, models.name_of(options.model)
+        self.listeners, self.model_name, self.notes = listeners, models.name_of(options.model), [*notes]
         self.steps: int = session.total_steps or 0
         self.steps_per_epoch: int = session.steps_per_epoch or 1
         self.evaluate_every = options.evaluate_every or self.steps_per_epoch
@@ -96,9 +98,14 @@ class TrainingRun:
             counts = split.labels.bincount(minlength=len(self.task.classes)).tolist()
             absent = [name for name, count in zip(self.task.classes, counts, strict=True) if not count]
             if absent:
-                warning = f"warning: no image {purpose} of {', '.join(map(repr, absent))}"
-                run_log.append(self.folder.log, [{"event": "note", "step": 0, "text": warning}], make_folder=False)
-                self.report_status(None, warning)
+                self.notes.append(f"warning: no image {purpose} of {', '.join(map(repr, absent))}")
+        left = len(self.task.train) % self.options.batch
+        if left:
+            every = f"{len(self.task.train)} to train on, {self.options.batch} per step"
+            self.notes.append(f"the last {left} of every epoch, in random order, are left out: {every}")
+        for text in self.notes:
+            run_log.append(self.folder.log, [{"event": "note", "step": 0, "text": text}], make_folder=False)
+            self.report_status(None, text)
 
     def resume(self) -> None:
         try:
