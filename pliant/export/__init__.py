@@ -3,5 +3,6 @@
 from pliant.export.device.errors import ExportError
 from pliant.export.device.export import executorch
 from pliant.export.device.facts import Facts, apply_delta_
+from pliant.export.device.process import Job, run_device
 
-__all__ = ["ExportError", "Facts", "apply_delta_", "executorch"]
+__all__ = ["ExportError", "Facts", "Job", "apply_delta_", "executorch", "run_device"]

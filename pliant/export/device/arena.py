@@ -17,7 +17,23 @@ from torch import fx
 # Element by element: the output may be the memory of an input. Held against the kernels by the gradient check of every export.
 IN_PLACE = frozenset(
     f"aten::{name}"
-    for name in "abs add bitwise_or clamp div exp hardtanh leaky_relu mul neg relu sigmoid sub tanh where".split()
+    for name in [
+        "abs",
+        "add",
+        "bitwise_or",
+        "clamp",
+        "div",
+        "exp",
+        "hardtanh",
+        "leaky_relu",
+        "mul",
+        "neg",
+        "relu",
+        "sigmoid",
+        "sub",
+        "tanh",
+        "where",
+    ]
 )
 
 _TURNS = 12  # attempts for each order; the three backbones of TinyTrain need at most five to leave no gap
@@ -46,7 +62,7 @@ def place(buffers: Sequence[Buffer]) -> tuple[list[int], int]:
     least = busiest(buffers)[1]
     found = []
     for key in orders:
-        order = sorted(range(len(buffers)), key=lambda i: key(buffers[i]))  # noqa: B023  # used at once
+        order = sorted(range(len(buffers)), key=lambda i: key(buffers[i]))  # used at once
         for _ in range(_TURNS):
             offsets, total = _placed(buffers, order)
             found.append((offsets, total))

@@ -29,12 +29,16 @@ def check(
 ) -> float:
     """The largest relative difference of a gradient; one above the tolerance is an error that names the operators.
 
-    The program runs several times, since a kernel may leave something in memory that the next run reads.
+    `model` is the user's, or, where weights were rounded, the copy that was exported. The program runs several times, since a
+    kernel may leave something in memory that the next run reads.
     """
     runner = Runner(program, trained)
+    is_users = all(one.name in dict(model.named_parameters()) for one in trained)
+    sought = trained if is_users else [Trained(_inner(one), one.program_name, one.shape) for one in trained]
     worst = 0.0
     for given in (batch, map_tensors(batch, _turned), batch):
-        want_loss, want = eager(model, loss, given, trained)
+        want_loss, found = eager(model, loss, given, sought)
+        want = {one.name: found[theirs.name] for one, theirs in zip(trained, sought, strict=True)}
         outputs, grads, _ = runner.run(Step(model, loss, given).inputs)
         scale = max(float(grad.abs().max()) for grad in want.values())
         if not torch.allclose(outputs[0], want_loss, rtol=tolerance, atol=tolerance):
@@ -53,6 +57,11 @@ def check(
             )
         worst = max(worst, *off.values())
     return worst
+
+
+def _inner(one: Trained) -> str:
+    """The name in the copy that was exported."""
+    return one.program_name.removeprefix("model.")
 
 
 def eager(model: nn.Module, loss: Loss, batch: Any, trained: Sequence[Trained]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -19,10 +19,11 @@ from pliant.core.types import Selection
 from pliant.cost.measure import counted, read_graph
 from pliant.planning.plan import plan
 from pliant.planning.policy import Policy
-from pliant.runtime.batches import Loss
+from pliant.runtime.batches import Loss, Pieces
 from pliant.signals.probe import probe
 
 MOST_GRAPHS = 8
+_MOST_PLANS = 24
 _NEAR = 0.97  # of the limit: close enough, another graph would cost more than it finds
 
 
@@ -43,6 +44,7 @@ def choose(
     policy: Policy,
     limit: int | None,
     graph_of: Callable[[Selection], tuple[Any, int]],
+    pieces: Pieces | None = None,
 ) -> tuple[Candidate, int]:
     """The selection of most value whose program fits, and how many graphs were made to find it.
 
@@ -53,7 +55,7 @@ def choose(
     profile = policy.cost(model, optimizer, loss, batch, graph=graph, norm="frozen")
     if not any(charge.cost.bytes for charge in profile.charges):
         profile = counted(model, optimizer, loss, batch, graph=graph, norm="frozen")
-    values = probe(policy.signal, model, optimizer, loss, batch, units, seed=policy.seed)
+    values = probe(policy.signal, model, optimizer, loss, batch, units, seed=policy.seed, pieces=pieces)
     free = replace(policy, budget=replace(policy.budget, memory=None))
     if limit is None:
         selection = plan(free, profile, values)
@@ -66,18 +68,20 @@ def choose(
     seen: dict[frozenset[Any], Candidate] = {}
     low, low_bytes, high, high_bytes = 0.0, 0.0, float(largest.cost.bytes), 0.0
     asked, best = min(float(limit), high), None
-    while len(seen) < MOST_GRAPHS:
+    for _ in range(_MOST_PLANS):
+        if len(seen) >= MOST_GRAPHS:
+            break
         try:
             selection = within(asked)
         except BudgetError:
             low, asked = asked, (asked + high) / 2  # below the floor of the plan: nothing is to be found there
-            if high - low < 0.01 * high:
+            if high - low < 0.02 * high:
                 break
             continue
         key = frozenset(selection.parts)
         if key not in seen:
             seen[key] = Candidate(selection, *graph_of(selection))
-        elif best is not None or high - low < 0.01 * high:
+        elif best is not None or high - low < 0.02 * high:
             break
         found = seen[key]
         if found.bytes <= limit:

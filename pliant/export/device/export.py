@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant.core.budget import Absolute, Budget, Limit, _parsed
+from pliant.core.budget import Absolute, Limit, parsed
 from pliant.core.errors import BudgetError
 from pliant.core.types import Cost, Selection
 from pliant.cost.measure import counted
@@ -25,9 +24,9 @@ from pliant.export.device.footprint import footprint, split_
 from pliant.export.device.joint import joint
 from pliant.export.device.lower import lower
 from pliant.export.device.rewrites import shrink_
-from pliant.export.device.step import Step, check_modes, prepared
+from pliant.export.device.step import check_modes, prepared
 from pliant.planning.policy import Policy
-from pliant.runtime.batches import Loss
+from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.files import write_aside
 
 Choice = Selection | Policy
@@ -50,19 +49,22 @@ def executorch(
     optimizer: torch.optim.Optimizer | None = None,
     memory: Limit = None,
     int8: bool = False,
+    probe: Pieces | None = None,
 ) -> Facts | dict[str, Facts]:
     """Write a program that trains exactly the chosen parameters with ExecuTorch, and a small JSON file about it.
 
     `batch` fixes the shapes of a step. `choice` is a selection, or a policy that makes one: its `memory` (or `memory=` here)
     limits the program's planned mutable memory, which is the arena with activations, gradients and the weights that change.
     `optimizer` is an SGD, whose settings the device uses (default: a learning rate of 0.01). `int8` stores frozen weights in
-    8 bits. With several choices by name, `out` becomes a bundle: a folder for each, and an index.
+    8 bits. `probe` are batches on which a policy scores units, in place of the one at hand. With several choices by name, `out`
+    becomes a bundle: a folder for each, and an index.
 
     The program is held against eager PyTorch before anything is written. The model is not changed.
     """
     if isinstance(choice, Mapping):
-        return _bundle(model, batch, choice, Path(out), loss, optimizer, memory, int8)
-    facts, program = built(model, batch, choice, loss, optimizer, memory, int8)
+        how = loss, optimizer, memory, int8, probe
+        return _bundle({name: built(model, batch, one, *how) for name, one in _named(choice).items()}, Path(out))
+    facts, program = built(model, batch, choice, loss, optimizer, memory, int8, probe)
     folder = Path(out)
     write_aside(folder / PROGRAM, program)
     write_aside(folder / FACTS, facts.dumps())
@@ -77,6 +79,7 @@ def built(
     optimizer: torch.optim.Optimizer | None = None,
     memory: Limit = None,
     int8: bool = False,
+    probe: Pieces | None = None,
 ) -> tuple[Facts, bytes]:
     """The program and what is known of it; nothing is written."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer
@@ -86,7 +89,7 @@ def built(
     limit = _limit(choice, memory)
     asked = limit
     for attempt in range(_ATTEMPTS):
-        found, graphs, pieces = _candidate(model, batch, choice, loss, optimizer, asked, bool(sgd["momentum"]), int8)
+        found, graphs, pieces = _candidate(model, batch, choice, loss, optimizer, asked, bool(sgd["momentum"]), int8, probe)
         lowered = lower(found.graph)
         step, trained = prepared(model, loss, batch, found.selection.parts, int8)
         state = _state_bytes(found.selection, model) if sgd["momentum"] else 0
@@ -99,7 +102,7 @@ def built(
                 f"{lowered.memory.operator}). Raise the limit, or choose less."
             )
         asked = int((asked or limit) - 1.1 * (planned - limit))
-    difference = check(lowered.program, found.graph, reference(step, model, int8), loss, batch, trained)
+    difference = check(lowered.program, found.graph, step.model if int8 else model, loss, batch, trained)
     cost, full = _macs(model, optimizer, loss, batch, found.selection)
     report = lowered.memory.to_json()
     report["planned"], report["held"] = planned, {**report["held"], **({"optimizer state": state} if state else {})}
@@ -119,6 +122,7 @@ def _candidate(
     limit: int | None,
     momentum: bool,
     int8: bool,
+    probe: Pieces | None,
 ) -> tuple[Candidate, int, dict[str, int]]:
     """The selection to export with its graph, how many graphs were made, and what is computed in pieces."""
     pieces: dict[int, dict[str, int]] = {}
@@ -135,26 +139,8 @@ def _candidate(
 
     if isinstance(choice, Selection):
         return (found := Candidate(choice, *graph_of(choice))), 1, pieces[id(found.graph)]
-    found, graphs = choose(model, optimizer, loss, batch, choice, limit, graph_of)
+    found, graphs = choose(model, optimizer, loss, batch, choice, limit, graph_of, probe)
     return found, graphs, pieces[id(found.graph)]
-
-
-def reference(step: Step, model: nn.Module, int8: bool) -> nn.Module:
-    """The model that a program is held against. In int8 it is the one with rounded frozen weights, else the original."""
-    if not int8:
-        return model
-    import copy
-
-    rounded = copy.deepcopy(model)
-    names = {name for name, _ in model.named_parameters()}
-    with torch.no_grad():
-        for name in names:
-            owner, _, leaf = name.rpartition(".")
-            if hasattr(step.model.get_submodule(owner), leaf):
-                value = getattr(step.model.get_submodule(owner), leaf)
-                if isinstance(value, torch.Tensor) and value.shape == rounded.get_parameter(name).shape:
-                    rounded.get_parameter(name).copy_(value)
-    return rounded
 
 
 def _limit(choice: Choice, memory: Limit) -> int | None:
@@ -163,12 +149,12 @@ def _limit(choice: Choice, memory: Limit) -> int | None:
         for kind in ("time", "energy"):
             if getattr(budget, kind) is not None:
                 raise ExportError(
-                    f"{kind}={getattr(budget, kind)!r} would be measured on this machine, not on the device. Give memory= or macs=."
+                    f"{kind}={getattr(budget, kind)!r} would be measured here, not on the device. Give memory= or macs=."
                 )
         memory = budget.memory if memory is None else memory
     if memory is None:
         return None
-    amount = None if callable(memory) else _parsed("memory", memory)
+    amount = None if callable(memory) else parsed("memory", memory)
     if not isinstance(amount, Absolute):
         raise ExportError(f"memory={memory!r}: the memory of a program is an amount, like '1MB'.")
     return int(amount.amount)
@@ -212,41 +198,31 @@ def _macs(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch:
     return cost.macs, profile.full.macs
 
 
-def _bundle(
-    model: nn.Module,
-    batch: Any,
-    choices: Mapping[str, Choice],
-    out: Path,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer | None,
-    memory: Limit,
-    int8: bool,
-) -> dict[str, Facts]:
-    """One program per choice, and an index with their sizes. All are made before the first is written."""
+def _named(choices: Mapping[str, Choice]) -> Mapping[str, Choice]:
     for name in choices:
         if not name or name != Path(name).name or name.startswith("."):
             raise ExportError(f"{name!r} cannot name a program of a bundle: it becomes a folder. Use letters and digits.")
-    done = {name: built(model, batch, choice, loss, optimizer, memory, int8) for name, choice in choices.items()}
+    return choices
+
+
+def _bundle(done: Mapping[str, tuple[Facts, bytes]], out: Path) -> dict[str, Facts]:
+    """One program per choice, and an index with their sizes. All are made before the first is written."""
     index = {}
     for name, (facts, program) in done.items():
         write_aside(out / name / PROGRAM, program)
         write_aside(out / name / FACTS, facts.dumps())
-        carried = [other for other in done if {t.name for t in facts.trains} <= {t.name for t in done[other][0].trains}]
         index[name] = {
             "program": f"{name}/{PROGRAM}",
             "planned_bytes": facts.planned,
             "program_bytes": facts.program_bytes,
             "macs": facts.macs,
             "trains": len(facts.trains),
-            "goes_on_in": sorted(set(carried) - {name}),  # programs that can take over what this one has learned
+            # the programs that can take over what this one has learned: all of it trains there too
+            "goes_on_in": sorted(other for other in done if other != name and _is_within(facts, done[other][0])),
         }
     write_aside(out / INDEX, json.dumps({"format": "pliant.device-bundle/1", "programs": index}, indent=1).encode())
     return {name: facts for name, (facts, _) in done.items()}
 
 
-def with_memory(policy: Policy, memory: Limit) -> Policy:
-    """The policy with another limit of memory."""
-    return replace(policy, budget=replace(policy.budget, memory=memory)) if memory is not None else policy
-
-
-__all__ = ["Budget", "Choice", "built", "cross_entropy", "executorch", "with_memory"]
+def _is_within(one: Facts, other: Facts) -> bool:
+    return {(t.name, t.index) for t in one.trains} <= {(t.name, t.index) for t in other.trains}

@@ -23,7 +23,7 @@ _MOST_PIECES = 8
 
 
 def footprint(program: Any) -> int:
-    """Bytes at the fullest moment, weights that change and gradients included. The planner's result is this, or a little more."""
+    """Bytes at the fullest moment, weights that change and gradients included. The planner needs this, or a little more."""
     return busiest(list(_buffers(program).values()))[1]
 
 

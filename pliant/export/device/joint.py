@@ -39,6 +39,6 @@ def _refusing(what: str) -> Iterator[None]:
     except Exception as error:
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ExportError(
-            f"{what} cannot be exported: {said.strip()} A program is one fixed graph: no branch or loop may depend on values of "
-            f"tensors, shapes are those of the batch, and every operator must be known to torch.export."
+            f"{what} cannot be exported: {said.strip()} A program is one fixed graph: no branch or loop may depend on values "
+            f"of tensors, shapes are those of the batch, and every operator must be known to torch.export."
         ) from error

@@ -103,7 +103,7 @@ def _output_padding(x: torch.Size, out: torch.Size, kernel: torch.Size, node: fx
 def _input_gradients_without_input_(graph: fx.Graph) -> None:
     """The input gradient of a convolution is a transposed convolution of the output's gradient with the same weight."""
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
-        grad, x, weight, sizes, *how, mask = node.args
+        grad, x, weight, _, *how, mask = node.args
         transposed = how[3]
         if transposed or not mask[0] or len(shape_of(x)) != 4 or mask[1]:
             continue  # with a weight gradient the input is kept anyway
