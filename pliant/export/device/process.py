@@ -191,10 +191,12 @@ def train(job: Job, say: Callable[[dict[str, Any]], None], wait: Callable[[], No
         raise ExportError(f"{job.data!r} has {len(arrays[0])} samples, fewer than one batch of {size}.")
     sgd = facts.sgd if job.lr is None else {**facts.sgd, "lr": job.lr}
     runner = Runner(Path(job.folder) / PROGRAM, facts.trains)
+    first = next(batches(arrays, size, job.seed))  # whatever Python loads for it is not the program's
+    started = read_delta(job.start)[0] if job.start else {}
     say({"ready": True})
     wait()
-    if job.start:
-        runner.load_(read_delta(job.start)[0], next(batches(arrays, size, None)))
+    if started:
+        runner.load_(started, first)
     before = accuracy(runner, held_out, size) if held_out and job.before else None
     seconds = []
     stream = batches(arrays, size, job.seed)
@@ -205,7 +207,7 @@ def train(job: Job, say: Callable[[dict[str, Any]], None], wait: Callable[[], No
         say({"loss": value})
     after = accuracy(runner, held_out, size) if held_out else None
     if job.out:
-        save_delta(job.out, runner.weights(next(batches(arrays, size, None))), facts)
+        save_delta(job.out, runner.weights(first), facts)
     say({"done": {"before": before, "after": after, "seconds": float(np.median(seconds)) if seconds else 0.0}})
 
 

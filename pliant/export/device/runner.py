@@ -25,6 +25,7 @@ class Runner:
         with quiet():
             try:
                 from executorch.extension.pybindings import portable_lib
+                from executorch.extension.training import get_sgd_optimizer
             except ImportError as error:
                 raise missing(error) from error
             loaded = (
@@ -34,6 +35,7 @@ class Runner:
             )
         self._module: Any = loaded
         self._trained = tuple(trained)
+        self._make_sgd: Any = get_sgd_optimizer
         self._sgd: Any = None
         self._weights: dict[str, torch.Tensor] = {}
         names = self._module.run_method("__et_training_fqn_forward", ())
@@ -56,9 +58,7 @@ class Runner:
         value, predictions = float(outputs[0]), [output.clone() for output in outputs[1:]]
         if self._sgd is None:
             with quiet():
-                from executorch.extension.training import get_sgd_optimizer
-
-                self._sgd = get_sgd_optimizer(weights, **sgd)
+                self._sgd = self._make_sgd(weights, **sgd)
         self._sgd.step(grads)
         return value, predictions
 
