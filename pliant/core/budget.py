@@ -60,7 +60,7 @@ _UNITS = {
 RESOURCES = {"time": "seconds", "memory": "bytes", "macs": "macs", "energy": "joules"}
 
 
-def parsed(kind: str, given: Amount) -> float | Absolute:
+def _parsed(kind: str, given: Amount) -> float | Absolute:
     """A share of a full step, or an absolute amount. The only place where amounts are read from text."""
     where = ", ".join(_UNITS[kind])
     if isinstance(given, Absolute):
@@ -97,7 +97,7 @@ def within(whole_run: str) -> Callable[[Progress], Absolute]:
     >>> ten_minutes(Progress(step=100, total_steps=400, elapsed=300.0, aside=0.25))
     Absolute(amount=0.75)
     """
-    whole = parsed("time", whole_run) if isinstance(whole_run, str) else None
+    whole = _parsed("time", whole_run) if isinstance(whole_run, str) else None
     if not isinstance(whole, Absolute):
         raise ValueError(f"within({whole_run!r}): give a time with its unit, like within('20min').")
 
@@ -127,7 +127,7 @@ class Budget:
         for kind in RESOURCES:
             given = getattr(self, kind)
             if given is not None and not callable(given):
-                parsed(kind, given)
+                _parsed(kind, given)
 
     @property
     def moves(self) -> bool:
@@ -143,7 +143,7 @@ class Budget:
                 continue
             if callable(given):
                 given = given(progress if progress is not None else Progress())
-            total, amount = getattr(full, name), parsed(kind, given)
+            total, amount = getattr(full, name), _parsed(kind, given)
             if not total and name == "bytes" and not isinstance(amount, Absolute):
                 raise BudgetError(
                     f"memory={given!r} is a share of 0: a full step takes no memory here beyond that of inference. Leave "

@@ -217,7 +217,7 @@ def _roles(module: fx.GraphModule, signature: Any, specs_of: Callable[[fx.Node],
             kind = "weights that change" if node.meta.get("weight_has_gradient") else "inputs"
             roles.update(dict.fromkeys(specs_of(node), kind))
     gradients = [spec.kind.name == "GRADIENT_TO_PARAMETER" for spec in signature.output_specs] if signature else []
-    outputs = module.graph.output_node().args[0]
+    outputs: Any = module.graph.output_node().args[0]
     for node, is_gradient in zip(outputs, gradients, strict=False):
         if is_gradient and isinstance(node, fx.Node):
             roles.update(dict.fromkeys(specs_of(node), "gradients"))

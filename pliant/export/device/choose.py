@@ -1,7 +1,7 @@
 """Which parameters train inside a memory limit: a plan, a graph, the bytes that its program takes, and a corrected plan.
 
 The planner of `pliant.plan` limits what a step of PyTorch takes beyond inference. A program for a device takes something else:
-its whole arena, with the weights that change. So the limit that is planned for is corrected until the program's own figure fits.
+its whole arena, with the weights that change. So the limit that is planned for is corrected until the program itself fits.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant.core.budget import Absolute, Limit, parsed
+from pliant.core.budget import Budget, Limit
 from pliant.core.errors import BudgetError
 from pliant.core.types import Cost, Selection
 from pliant.cost.measure import counted
@@ -154,10 +154,9 @@ def _limit(choice: Choice, memory: Limit) -> int | None:
         memory = budget.memory if memory is None else memory
     if memory is None:
         return None
-    amount = None if callable(memory) else parsed("memory", memory)
-    if not isinstance(amount, Absolute):
+    if callable(memory) or isinstance(memory, float):
         raise ExportError(f"memory={memory!r}: the memory of a program is an amount, like '1MB'.")
-    return int(amount.amount)
+    return int(Budget(memory=memory).limits(Cost(bytes=1))["bytes"])
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from pliant.export.device.arena import IN_PLACE, Buffer, Lives, busiest
-from pliant.export.device.rewrites import call, forward_nodes, shape_of
+from pliant.export.device.rewrites import Node, call, calls, forward_nodes, shape_of
 
 aten = torch.ops.aten
 _ALIGNMENT = 16  # of tensors in a program
@@ -27,7 +27,7 @@ def footprint(program: Any) -> int:
     return busiest(list(_buffers(program).values()))[1]
 
 
-def _buffers(program: Any) -> dict[fx.Node, Buffer]:
+def _buffers(program: Any) -> dict[Node, Buffer]:
     nodes = list(program.graph.nodes)
     last = len(nodes) - 1
     signature = program.graph_signature
@@ -35,7 +35,7 @@ def _buffers(program: Any) -> dict[fx.Node, Buffer]:
     whole = {name for name, target in signature.inputs_to_parameters.items() if target in trained}
     inputs = set(signature.user_inputs)
     lives = Lives()
-    base: dict[fx.Node, fx.Node] = {}
+    base: dict[Node, Node] = {}
     for moment, node in enumerate(nodes):
         base[node] = base[node.args[0]] if node.target in _VIEWS else node
         if node.op == "placeholder" and node.name in whole:
@@ -86,11 +86,11 @@ def split_(program: Any, limit: float) -> dict[str, int]:
     return pieces
 
 
-def _chain_at(program: Any, moment: int) -> tuple[fx.Node, fx.Node] | None:
+def _chain_at(program: Any, moment: int) -> tuple[Node, Node] | None:
     """A frozen convolution that widens, and the depthwise one that alone reads its result, around this moment."""
     forward = forward_nodes(program)
     place = {node: i for i, node in enumerate(program.graph.nodes)}
-    for filtered in program.graph.find_nodes(op="call_function", target=aten.convolution.default):
+    for filtered in calls(program.graph, aten.convolution.default):
         if filtered not in forward or shape_of(filtered.args[1])[1] != 1 or filtered.args[8] != shape_of(filtered)[1]:
             continue
         source = filtered.args[0]
@@ -104,7 +104,7 @@ def _chain_at(program: Any, moment: int) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
-def _split_one_(graph: fx.Graph, wide: fx.Node, filtered: fx.Node) -> int:
+def _split_one_(graph: fx.Graph, wide: Node, filtered: Node) -> int:
     channels = shape_of(wide)[1]
     count = next(n for n in range(min(_MOST_PIECES, channels), 0, -1) if channels % n == 0)
     size = channels // count
@@ -125,7 +125,7 @@ def _split_one_(graph: fx.Graph, wide: fx.Node, filtered: fx.Node) -> int:
     return count
 
 
-def _rows(graph: fx.Graph, convolution: fx.Node, begin: int, end: int) -> list[fx.Node | None]:
+def _rows(graph: fx.Graph, convolution: Node, begin: int, end: int) -> list[Node | None]:
     """Some rows of a convolution's weight and bias."""
     both = convolution.args[1:3]
     return [None if one is None else call(graph, aten.slice.Tensor, one, 0, begin, end) for one in both]

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
+Node = Any  # a torch.fx.Node, whose arguments are typed so widely that every use would need a cast
 _COMPARISONS = (aten.le.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.gt.Scalar, aten.eq.Scalar, aten.ne.Scalar)
 
 
@@ -39,12 +39,12 @@ def shrink_(program: Any) -> None:
     program.graph_module.recompile()
 
 
-def forward_nodes(program: Any) -> set[fx.Node]:
+def forward_nodes(program: Any) -> set[Node]:
     """What loss and predictions depend on. Everything else is backward pass."""
     outputs = program.graph.output_node().args[0]
     kinds = [spec.kind.name for spec in program.graph_signature.output_specs]
     todo = [node for node, kind in zip(outputs, kinds, strict=True) if kind in ("LOSS_OUTPUT", "USER_OUTPUT")]
-    seen: set[fx.Node] = set()
+    seen: set[Node] = set()
     while todo:
         node = todo.pop()
         if node not in seen:
@@ -53,12 +53,17 @@ def forward_nodes(program: Any) -> set[fx.Node]:
     return seen
 
 
-def shape_of(node: fx.Node) -> torch.Size:
-    value: FakeTensor = node.meta["val"]
-    return value.shape
+def calls(graph: fx.Graph, target: Any) -> list[Node]:
+    """The calls of an operator, in their order."""
+    return list(graph.find_nodes(op="call_function", target=target))
 
 
-def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+def shape_of(node: Node) -> torch.Size:
+    shape: torch.Size = node.meta["val"].shape
+    return shape
+
+
+def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> Node:
     """A new call at the place where the graph inserts, with the shape of its result."""
     node = graph.call_function(target, args)
     values = fx.node.map_arg(args, lambda arg: arg.meta["val"])
@@ -69,8 +74,9 @@ def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
 
 def _differentiate_by_output_(graph: fx.Graph) -> None:
     """`hardtanh(x) <= low` is `x <= low`, and the same for `high`."""
-    for node in graph.find_nodes(op="call_function", target=aten.hardtanh.default):
-        x, low, high = (*node.args, *(-1.0, 1.0)[len(node.args) - 1 :])
+    for node in calls(graph, aten.hardtanh.default):
+        x: Node = node.args[0]
+        low, high = [*node.args[1:], *(-1.0, 1.0)[len(node.args) - 1 :]]
         for user in list(x.users):
             if (user.target, user.args[1:]) in ((aten.le.Scalar, (low,)), (aten.ge.Scalar, (high,))):
                 user.replace_input_with(x, node)
@@ -78,7 +84,7 @@ def _differentiate_by_output_(graph: fx.Graph) -> None:
 
 def _crop_by_slices_(graph: fx.Graph) -> None:
     """The gradient of a padding is a padding by less than nothing, which ExecuTorch's kernel refuses."""
-    for node in graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default):
+    for node in calls(graph, aten.constant_pad_nd.default):
         x, pads = node.args[0], list(node.args[1])
         if all(pad >= 0 for pad in pads):
             continue
@@ -93,7 +99,7 @@ def _crop_by_slices_(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _output_padding(x: torch.Size, out: torch.Size, kernel: torch.Size, node: fx.Node) -> list[int]:
+def _output_padding(x: torch.Size, out: torch.Size, kernel: torch.Size, node: Node) -> list[int]:
     """What a transposed convolution adds so that its output has the shape of x."""
     stride, padding, dilation = node.args[4:7]
     each = zip(x[2:], out[2:], kernel[2:], stride, padding, dilation, strict=True)
@@ -102,7 +108,7 @@ def _output_padding(x: torch.Size, out: torch.Size, kernel: torch.Size, node: fx
 
 def _input_gradients_without_input_(graph: fx.Graph) -> None:
     """The input gradient of a convolution is a transposed convolution of the output's gradient with the same weight."""
-    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+    for node in calls(graph, aten.convolution_backward.default):
         grad, x, weight, _, *how, mask = node.args
         transposed = how[3]
         if transposed or not mask[0] or len(shape_of(x)) != 4 or mask[1]:
@@ -117,7 +123,7 @@ def _input_gradients_without_input_(graph: fx.Graph) -> None:
         graph.eliminate_dead_code()
 
 
-def _replace_output_(node: fx.Node, which: int, new: fx.Node) -> None:
+def _replace_output_(node: Node, which: int, new: Node) -> None:
     for user in list(node.users):
         if user.target is operator.getitem and user.args[1] == which:
             user.replace_all_uses_with(new)
@@ -127,7 +133,7 @@ def _replace_output_(node: fx.Node, which: int, new: fx.Node) -> None:
 def _slice_weight_gradients_(graph: fx.Graph) -> None:
     """Where only a slice of a weight gradient is read, compute the slice: from those channels of the output's gradient, or
     of the input. Channels of the input are picked in the forward pass, so that the others are not kept."""
-    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+    for node in calls(graph, aten.convolution_backward.default):
         grad, x, weight, sizes, *how, mask = node.args
         whole = next((user for user in node.users if user.target is operator.getitem and user.args[1] == 1), None)
         if whole is None or how[3] or how[5] != 1 or len(whole.users) != 1:
@@ -159,9 +165,9 @@ def _slice_weight_gradients_(graph: fx.Graph) -> None:
 _WEIGHT_OPERATORS = (aten.index_put.default, aten.mul.Tensor, aten._to_copy.default, aten.view.default)
 
 
-def _recompute_weights_(graph: fx.Graph, forward: set[fx.Node]) -> None:
+def _recompute_weights_(graph: fx.Graph, forward: set[Node]) -> None:
     """A weight that is computed from parameters alone is computed again for the backward pass."""
-    fixed: set[fx.Node] = {node for node in graph.nodes if node.op == "placeholder" and not node.name.startswith("inputs")}
+    fixed: set[Node] = {node for node in graph.nodes if node.op == "placeholder" and not node.name.startswith("inputs")}
     for node in list(graph.nodes):
         if node.target in _WEIGHT_OPERATORS and set(node.all_input_nodes) <= fixed and node in forward:
             fixed.add(node)
@@ -175,15 +181,15 @@ def _recompute_weights_(graph: fx.Graph, forward: set[fx.Node]) -> None:
                 user.replace_input_with(node, _copied(graph, node, fixed))
 
 
-def _copied(graph: fx.Graph, node: fx.Node, fixed: set[fx.Node]) -> fx.Node:
+def _copied(graph: fx.Graph, node: Node, fixed: set[Node]) -> Node:
     inputs = {source: _copied(graph, source, fixed) for source in node.all_input_nodes if source.op == "call_function"}
     return graph.node_copy(node, lambda source: inputs.get(source, source))
 
 
-def _compare_at_once_(graph: fx.Graph, forward: set[fx.Node]) -> None:
+def _compare_at_once_(graph: fx.Graph, forward: set[Node]) -> None:
     """Keep one byte per element, the result of a comparison, instead of the activation that only comparisons read again."""
     place = {node: i for i, node in enumerate(graph.nodes)}
-    moved: set[fx.Node] = set()
+    moved: set[Node] = set()
     for node in list(graph.nodes):
         if node not in forward or node.op != "call_function":
             continue
@@ -199,5 +205,5 @@ def _compare_at_once_(graph: fx.Graph, forward: set[fx.Node]) -> None:
             max(node.all_input_nodes, key=place.__getitem__).append(node)
 
 
-def _all_in(nodes: Iterable[fx.Node], known: set[fx.Node]) -> bool:
+def _all_in(nodes: Iterable[Node], known: set[Node]) -> bool:
     return all(node in known for node in nodes)

@@ -81,10 +81,10 @@ def prepared(model: nn.Module, loss: Loss, batch: Any, parts: Sequence[Part], in
         _store_int8_(net)
     trained = []
     for name in chosen:
-        dim, index = slices.get(name, (None, None))
+        sliced: tuple[int, tuple[int, ...]] | tuple[None, None] = slices.get(name, (None, None))
         owner, _, leaf = name.rpartition(".")
         inner = f"{owner}.parametrizations.{leaf}.original".lstrip(".") if name in slices else name
-        trained.append(Trained(name, f"model.{inner}", tuple(net.get_parameter(inner).shape), dim, index))
+        trained.append(Trained(name, f"model.{inner}", tuple(net.get_parameter(inner).shape), *sliced))
     return step, tuple(trained)
 
 
