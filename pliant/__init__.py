@@ -30,6 +30,7 @@ _HOMES = {
     "Session": "pliant.session.session:Session",
     "Unit": "pliant.core.types:Unit",
     "energy": "pliant.runtime.energy",
+    "load": "pliant.apps.trained:load",
     "measure": "pliant.cost.measure",
     "plan": "pliant.planning.plan:plan",
     "recipes": "pliant.planning.recipes",
@@ -44,6 +45,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from pliant import signals as score
+    from pliant.apps.trained import load
     from pliant.core import schedule
     from pliant.core.budget import Budget, Progress, within
     from pliant.core.errors import BudgetError, PliantError, ProbeError, ProfileMismatch
@@ -77,6 +79,7 @@ __all__ = [
     "Session",
     "Unit",
     "energy",
+    "load",
     "measure",
     "plan",
     "recipes",

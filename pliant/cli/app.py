@@ -23,7 +23,10 @@ if TYPE_CHECKING:  # torch takes seconds to import, and help needs none of it
 
 # The subcommands in the order of the help, with its short texts. The file of `meta-train` is `pliant/cli/meta_train.py`.
 COMMANDS = {
-    "train": "Train a model on images inside a budget.",
+    "train": "Train a model on images, text or sound inside a budget.",
+    "predict": "Classify new images, texts or sounds with a trained model.",
+    "evaluate": "Measure a trained model on labelled data, in all and for each class.",
+    "export": "Write a trained model for another runtime: a program of torch.export, or ONNX.",
     "compare": "Train with several recipes, budgets and seeds, and compare the results.",
     "plan": "Show what a budget would choose at the first step, and why.",
     "profile": "Measure what every layer of a model costs on this device.",

@@ -38,12 +38,19 @@ def plan(
     with exit_on_errors(ValueError):
         options = Options(model=model, **given)
         check_data("--data", options.data)
+        options = options.resolved()
         policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
         with working(Console(stderr=True)):
             task = load_task(options)
             tasks.check_names(options.recipe, task.model)
             with tasks.session(
-                task, policy, batch=options.batch, lr=options.lr, scratch=options.scratch, engine=options.engine
+                task,
+                policy,
+                batch=options.batch,
+                lr=options.lr or 0.0,
+                optimizer=options.optimizer,
+                scratch=options.from_scratch,
+                engine=options.engine,
             ) as session:
                 session.before_step(next(task.batches(options.batch, options.seed, 0)))
                 found = explained(session)

@@ -1,4 +1,4 @@
-"""`pliant train`: train a model on images inside a budget."""
+"""`pliant train`: train a model on images, text or sound inside a budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pliant.apps.train.options import check_no_code
 from pliant.cli.app import UsageError, app, check_data, exit_on_errors
 from pliant.cli.live import shown
 from pliant.cli.options import Given, train_options
-from pliant.cli.progress import duration
+from pliant.core import text
 
 
 @app.command()
@@ -28,7 +28,7 @@ def train(
     config: Annotated[Path | None, typer.Option(help="TOML file with options; the command line overrides it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
 ) -> None:
-    """Train a model on images inside a budget; writes the best and the last weights, a log, and the state for --resume.
+    """Train a model inside a budget; writes the best and the last weights, a log, and the state for --resume.
 
     Example: pliant train --data digits --time 0.4 --epochs 2 --out runs/first
 
@@ -84,17 +84,13 @@ def _stopped(how: KeyboardInterrupt) -> str:
 
 def _print(console: Console, result: Result) -> None:
     end = "rolled back to the start" if result.rolled_back else f"{result.accuracy:.1%}"
-    step = f", {result.seconds_per_step * 1e3:.3g} ms per step" if result.seconds_per_step else ""
-    console.print(
+    step = f"; {text.seconds(result.seconds_per_step)} per step" if result.seconds_per_step else ""
+    lines = [
         f"validation accuracy {result.evaluations[0].accuracy:.1%} → {end}; best {result.best.accuracy:.1%} at step "
-        f"{result.best.step}; trained for {duration(result.seconds)}{step}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if result.memory_bytes is not None:
-        console.print(f"memory of a step beyond inference: {result.memory_bytes / 1e6:.4g} MB", highlight=False)
-    if result.joules is not None:
-        console.print(f"energy: {result.joules:.4g} J", highlight=False)
-    console.print(
-        f"best.safetensors, last.safetensors and run.jsonl are in {result.out}", markup=False, highlight=False, soft_wrap=True
-    )
+        f"{result.best.step}{step}",
+        *result.outcome.lines(),
+        *([f"energy: {text.joules(result.joules)}"] if result.joules is not None else []),
+        f"best.safetensors, last.safetensors and run.jsonl are in {result.out}; README.md there says how to use them",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

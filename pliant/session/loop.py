@@ -143,6 +143,7 @@ class Loop:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
         if self.laps.is_running:
             self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
+        self.log.note_rate(self.engine.optimizer, self.total_steps)
         batches.check_not_empty(batch)
         shared = self.budget.moves and not self.ranks.is_alone
         self._shared_time = self.ranks.first(lambda: self._time) if shared else None
