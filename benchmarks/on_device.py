@@ -6,8 +6,8 @@
 Each network gets a classifier of class means, and learns traffic signs from a few images, one image per step:
 
     program = pliant.export.executorch(network, batch, policy, …)      # gradients are held against PyTorch before it is written
-    trained = pliant.export.run_device(…, steps=70)                    # another process; memory is measured from outside
-    plain   = 70 steps of torch.optim.SGD on the same parameters and images
+    trained = pliant.export.run_device(…, steps=40)                    # another process; memory is measured from outside
+    plain   = 40 steps of torch.optim.SGD on the same parameters and images
 
 `planned` is the planner's mutable memory: arena, gradients and weights that change. `measured` is the anonymous memory of the
 process beyond that of the same process with the program loaded and idle; `resident` adds pages of files (code and frozen
@@ -52,13 +52,13 @@ METHODS: dict[str, Callable[[str], tuple[Policy, bool]]] = {
     "tinytrain, int8 frozen": lambda memory: (recipes.tinytrain(memory=memory, macs=0.3, head=True), True),
 }
 LARGE = ("efficientnet_lite0", "mobilenet_v2")  # held against PyTorch only, in the chosen part
-TASK, CLASSES, TESTED, LR = "fewshot/gtsrb_64.npz", 5, 8, 2e-4
+TASK, CLASSES, TESTED, LR = "fewshot/gtsrb_64.npz", 5, 5, 2e-4
 
 
 def main() -> None:
     parser = record.options(__doc__, device=False)
     packed.option(parser)
-    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     folder = packed.folder(args.data)

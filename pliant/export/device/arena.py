@@ -149,11 +149,6 @@ class Report:
     held: dict[str, int]
     largest: tuple[tuple[str, int], ...]
 
-    def lines(self) -> list[str]:
-        out = [f"planned memory: {self.planned:,} bytes; fullest at {self.operator}"]
-        out += [f"  {kind}: {size:,}" for kind, size in sorted(self.held.items(), key=lambda item: -item[1])]
-        return out
-
     def to_json(self) -> dict[str, Any]:
         return {
             "planned": self.planned,

@@ -43,6 +43,13 @@ class Facts:
     def planned(self) -> int:
         return int(self.memory["planned"])
 
+    def lines(self) -> list[str]:
+        """Where the bytes go, for people."""
+        held = sorted(self.memory["held"].items(), key=lambda item: -item[1])
+        out = [f"planned memory: {self.planned:,} bytes (fullest at {self.memory['operator']}); file: {self.program_bytes:,}"]
+        out += [f"  {kind}: {size:,}" for kind, size in held if size]
+        return [*out, f"MACs of a step: {self.macs:,}, of full training {self.full_macs:,}"]
+
     def dumps(self) -> bytes:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode()
 
