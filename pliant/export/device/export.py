@@ -23,8 +23,8 @@ from pliant.export.device.facts import FACTS, INDEX, PROGRAM, Facts
 from pliant.export.device.footprint import footprint, split_
 from pliant.export.device.joint import joint
 from pliant.export.device.lower import lower
+from pliant.export.device.prepare import check_modes, prepared
 from pliant.export.device.rewrites import shrink_
-from pliant.export.device.step import check_modes, prepared
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.files import write_aside
