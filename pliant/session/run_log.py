@@ -127,9 +127,9 @@ class RunLog:
         engine: str,
         choosing_seconds: float,
         measured_before: float | None,
-        resident: int | None,
+        resident: Mapping[str, int | None],
     ) -> None:
-        """A selection, what the parts of its step cost, and what choosing it took."""
+        """A selection, what the parts of its step cost, what choosing it took, and the memory of the process."""
         if self.path is None:
             return
         self.write(
@@ -139,13 +139,14 @@ class RunLog:
             engine=engine,
             choosing_seconds=choosing_seconds,
             measured_before=measured_before,
-            resident=resident,
+            **resident,
         )
 
-    def memory(self, step: int, number: int, round: Round, measured: int) -> None:
-        """The bytes of a step that was measured, beside those that its round asked for and predicted."""
-        amounts = {"asked": round.asked_bytes, "predicted": round.predicted_bytes, "measured": measured}
-        self.write("memory", step=step, round=number, **amounts)
+    def memory(self, step: int, round: Round, measured: int, growth: int | None) -> None:
+        """The live bytes of a step that was measured, beside those that its round asked for and predicted; and by how many
+        bytes the peak of the process has grown since the session was opened."""
+        amounts = {"asked": round.asked_bytes, "predicted": round.predicted_bytes, "measured": measured, "growth": growth}
+        self.write("memory", step=step, round=round.number, **amounts)
 
 
 def described(

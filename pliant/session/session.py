@@ -12,6 +12,7 @@ from torch import nn
 
 from pliant.core.budget import Budget, Progress
 from pliant.core.types import Selection, Unit
+from pliant.cost.measure import timed
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
 from pliant.engine.prefix.feature_cache import Features
@@ -108,9 +109,8 @@ class Session:
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
-        changes.check_processes(ranks, policy.budget)
-        earlier = _OPEN[model]() if model in _OPEN else None
-        if earlier is not None:
+        changes.check_processes(ranks, policy.budget, policy.cost is timed and profile is None)
+        if model in _OPEN and (earlier := _OPEN[model]()) is not None:
             earlier.close()
         arguments.check_alone(
             model, [other for other, one in _OPEN.items() if (held := one()) is not None and not held._closed]
@@ -121,7 +121,7 @@ class Session:
                 f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would run. "
                 f"Remove it."
             )
-        known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
+        known = ranks.first(lambda: Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile)
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
         self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype, ranks)
         self._engine.settle(policy.budget)
@@ -243,8 +243,8 @@ class Session:
         changes.use_optimizer(self._loop, optimizer)
 
     def __repr__(self) -> str:
-        state, now = " (closed)" * self._closed, self._controller.selection
-        return f"<Session{state}: {described(self.policy, self.model, self.progress, self.engine, now, self.measured_seconds)}>"
+        what = self.policy, self.model, self.progress, self.engine, self._controller.selection, self.measured_seconds
+        return f"<Session{' (closed)' * self._closed}: {described(*what)}>"
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: what the last rounds asked, predicted and measured, and what is chosen now."""
