@@ -30,7 +30,8 @@ def before_step(loop: Loop, batch: Any, method: str = "forward", batches: int | 
         what = "a GradScaler cannot unscale" if loop.ranks.is_alone else "DistributedDataParallel does not average"
         raise ValueError(f"{what} slices of parameters in a loop of your own: use session.step, or choose layers.")
     loop.stepper.is_whole = batches in (None, loop.update.accumulate)
-    engine.hook_own_step(method, loop.before_forward)
+    looks = loop.norms.has_any or loop.ranks.may_be_wrapped  # else nothing is to be done before a forward pass
+    engine.hook_own_step(method, loop.before_forward if looks else None)
     if loop.device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
         loop.measure_bytes(batch)
 

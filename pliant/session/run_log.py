@@ -37,7 +37,7 @@ class RunLog:
 
     def note_rate(self, optimizer: torch.optim.Optimizer, total_steps: int | None) -> None:
         """A step begins: its learning rate is that of the first group now, and the run may have got a length."""
-        lr = optimizer.param_groups[0].get("lr")
+        lr = next(iter(optimizer.param_groups), {}).get("lr")
         self._lr = lr.clone() if isinstance(lr, torch.Tensor) and self.path is not None else lr
         self._total_steps = total_steps
 
@@ -127,9 +127,9 @@ class RunLog:
         engine: str,
         choosing_seconds: float,
         measured_before: float | None,
-        resident: int | None,
+        resident: Mapping[str, int | None],
     ) -> None:
-        """A selection, what the parts of its step cost, and what choosing it took."""
+        """A selection, what the parts of its step cost, what choosing it took, and the memory of the process."""
         if self.path is None:
             return
         self.write(
@@ -139,13 +139,14 @@ class RunLog:
             engine=engine,
             choosing_seconds=choosing_seconds,
             measured_before=measured_before,
-            resident=resident,
+            **resident,
         )
 
-    def memory(self, step: int, number: int, round: Round, measured: int) -> None:
-        """The bytes of a step that was measured, beside those that its round asked for and predicted."""
-        amounts = {"asked": round.asked_bytes, "predicted": round.predicted_bytes, "measured": measured}
-        self.write("memory", step=step, round=number, **amounts)
+    def memory(self, step: int, round: Round, measured: int, growth: int | None) -> None:
+        """The live bytes of a step that was measured, beside those that its round asked for and predicted; and by how many
+        bytes the peak of the process has grown since the session was opened."""
+        amounts = {"asked": round.asked_bytes, "predicted": round.predicted_bytes, "measured": measured, "growth": growth}
+        self.write("memory", step=step, round=round.number, **amounts)
 
 
 def described(

@@ -12,6 +12,7 @@ from torch import nn
 
 from pliant.core.budget import Budget, Progress
 from pliant.core.types import Selection, Unit
+from pliant.cost.measure import timed
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
 from pliant.engine.prefix.feature_cache import Features
@@ -108,7 +109,7 @@ class Session:
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
-        changes.check_processes(ranks, policy.budget)
+        changes.check_processes(ranks, policy.budget, policy.cost is timed and profile is None)
         earlier = _OPEN[model]() if model in _OPEN else None
         if earlier is not None:
             earlier.close()
@@ -121,7 +122,7 @@ class Session:
                 f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would run. "
                 f"Remove it."
             )
-        known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
+        known = ranks.first(lambda: Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile)
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
         self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype, ranks)
         self._engine.settle(policy.budget)
