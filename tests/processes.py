@@ -96,7 +96,8 @@ def train(name: str, kind: str, rank: int | None, steps: int = STEPS, accumulate
             for _ in range(accumulate):
                 session.step(batch_no(step, rank))
             chosen.append(sorted(unit.name for unit in session.selection.units))
-    return {"weights": gathered(model), "chosen": chosen}
+        names = [(unit.name, unit.params) for unit in session.units]
+    return {"weights": gathered(model), "chosen": chosen, "units": names}
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -30,7 +30,8 @@ def alone(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "kind"), ROWS)
 def test_processes_stay_equal_and_train_as_one(found: list[Any], name: str, kind: str) -> None:
     first, second = (one["trained"][name, kind] for one in found)
-    assert first["chosen"] == second["chosen"] == alone(name)["chosen"]
+    for what in ("units", "chosen"):
+        assert first[what] == second[what] == alone(name)[what]
     changes = len({tuple(chosen) for chosen in first["chosen"]})
     assert len(first["chosen"]) == STEPS and (changes > 1) == (name in ("pliant", "elastic_trainer", "lisa"))
     for key, weight in first["weights"].items():
