@@ -133,6 +133,15 @@ Second table: a step that trains the last half of a network, by the way that its
         ("fewshot_costs_cpu",),
     ),
     Section(
+        "Fleets",
+        """Federated training on a simulated clock ([fleets](fleets.md)): devices one to four times as slow as this machine.
+*Late* are client rounds that end after the deadline; a round waits for them. *Sent back* is the mean of a client's round.
+Accuracies are means over three rounds. Second table: `kill -9` at random moments. Third: what a server and its links need;
+the last columns multiply one update by the devices of a round.""",
+        "python benchmarks/fleets.py; python benchmarks/fleet_kills.py; python benchmarks/fleet_server.py",
+        ("fleet_digits_cpu", "fleet_kills_cpu", "fleet_server_cpu"),
+    ),
+    Section(
         "Faults and hostile files",
         """A trial is a fault, and what must hold after it. *Torn*: a file is not whole, or holds what was never saved.
 *Lost*: a run cannot go on, or ends with other weights. *Executed*: code that a file names was run.""",

@@ -38,7 +38,7 @@ BESIDES = {
     "session": {"safetensors"},
     "integrations": {"transformers", "accelerate", "lightning", "pytorch_lightning", "flwr", "safetensors"},
     "export": {"executorch", "onnx", "onnxruntime", "safetensors"},
-    "apps": {"safetensors", "rich", "sklearn", "PIL", "jinja2"},
+    "apps": {"safetensors", "rich", "sklearn", "scipy", "PIL", "jinja2"},
     "cli": {"rich", "typer"},
 }
 

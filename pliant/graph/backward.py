@@ -39,7 +39,7 @@ class Node:
     node of a checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage,
     bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs. From an
     `outward` node gradients would flow to a tensor that is no parameter of the model, such as an input that requires one: the
-    forward pass saves for it whatever is chosen.
+    forward pass saves for it whatever is chosen. `copies` are the bytes of its input and output that its kernels copy.
     """
 
     op: str
@@ -55,6 +55,7 @@ class Node:
     saves: Saves = ()
     lean: Saves | None = None
     outward: bool = False
+    copies: tuple[int, int] = (0, 0)
 
     @property
     def is_norm(self) -> bool:
@@ -271,20 +272,20 @@ def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tupl
     ]
 
 
-def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
+def read(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> Graph:
     """Run the loss once on a real batch and read its backward graph. Runs no backward.
 
-    The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`.
+    The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`. With
+    `kernels`, bytes are those that the operating system sees: with what kernels copy inside.
     """
-    params = trainable(model)
-    start = rng_states()
-    trace, differentiates = ForwardTrace(model, batch), False
+    params, start = trainable(model), rng_states()
+    trace, differentiates = ForwardTrace(model, batch, kernels=kernels), False
     try:
         with trace:
             value = compute_loss(model, loss, batch)
     except SavedTensorNeeded:
         set_rng_states(start)
-        trace, differentiates = ForwardTrace(model, batch, keep=True), True
+        trace, differentiates = ForwardTrace(model, batch, keep=True, kernels=kernels), True
         with trace:
             value = compute_loss(model, loss, batch)
     live = walk(value)
@@ -295,7 +296,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         )
     trace.assign(live)
     again = tuple(Recomputed(*part) for part in trace.recomputed(live))
-    recomputing, ends, nodes = {part.node for part in again}, unsharded(model, params), []
+    nodes, recomputing, ends = list[Node](), {part.node for part in again}, unsharded(model, params)
     outward = _outward(live, ends)
     for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, ends), strict=True)):
         params_here = [name for name in inputs if isinstance(name, str)]
@@ -312,6 +313,7 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
                 trace.saves(node),
                 trace.lean(node, work[1]),
                 node in outward,
+                trace.copies(node),
             )
         )
     reached = {param for node in nodes for param in node.params}

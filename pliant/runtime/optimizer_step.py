@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pliant.runtime.heap import give_back
 from pliant.runtime.torch_internals import norms
 
 OnNan = Literal["skip", "raise", "ignore"]
@@ -49,6 +50,7 @@ class Update:
     def _scaled(self, value: torch.Tensor) -> torch.Tensor:
         if self.accumulate > 1:
             value = value / self.accumulate
+        give_back()  # what the forward pass has freed
         return self.scaler.scale(value) if self.scaler is not None else value
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:

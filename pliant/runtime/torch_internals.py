@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ __all__ = [
     "saved_tensor_hooks",
     "tree_leaves",
     "unsharded",
+    "uses_onednn",
     "without_dynamo",
     "without_function_modes",
     "would_run",
@@ -97,6 +98,14 @@ def is_transformed() -> bool:
 def would_run(node: Any) -> bool:
     """Whether the backward pass that runs now will run this autograd node."""
     return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+
+
+def uses_onednn(convolution: Sequence[Any]) -> bool:
+    """Whether oneDNN computes a convolution with these arguments (those of `torch.ops.aten.convolution`)."""
+    try:
+        return str(torch._C._select_conv_backend(*convolution)).endswith("Mkldnn")
+    except (AttributeError, RuntimeError, TypeError):
+        return False
 
 
 def clear_cublas_workspaces() -> None:

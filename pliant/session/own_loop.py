@@ -15,6 +15,7 @@ from pliant.session.loop import Loop
 def before_step(loop: Loop, batch: Any, method: str = "forward", batches: int | None = None) -> None:
     """The caller's own step follows, whose forward passes are run by `method` of the model, on so many `batches`."""
     engine = loop.engine
+    loop.stepper.check_not_repeated()
     if not engine.is_settled(own_loop=True, has_ids=False) or engine.mode.prefix:
         loop.settle(own_loop=True, has_ids=False)
     loop.prepare(batch, nullcontext)

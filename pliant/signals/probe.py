@@ -21,10 +21,12 @@ from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
 from pliant.runtime import torch_internals
 from pliant.runtime.batches import Around, Loss, Pieces
+from pliant.runtime.heap import give_back
 from pliant.runtime.ranks import Ranks, local
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
 from pliant.runtime.trainable import ELEMENTWISE
+from pliant.runtime.working import told
 from pliant.signals.fisher import potentials
 from pliant.signals.signals import Seen, Signal
 
@@ -81,7 +83,8 @@ def probe(
     update = _updater(optimizer, params)
     with sandbox(model, train=names if freeze else None):
         start = rng_states()
-        for window in [names] if windows is None else windows:
+        for window in told("scoring layers", [names] if windows is None else list(windows)):
+            give_back()  # what the last one has freed
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
             for name in names if freeze else ():
@@ -204,6 +207,7 @@ class _Stream:
             with self.around():
                 value = self.loss(self.model, batch)
             self.ranks.each(partial(_check_finite, value.detach()))
+            give_back()
             if not value.requires_grad:
                 return
             scaled = value * self.scale if self.scale != 1.0 else value
