@@ -233,26 +233,6 @@ def walk(loss: torch.Tensor) -> list[Any]:
     return out
 
 
-def depends_on_parameter(tensor: torch.Tensor, clean: set[Any]) -> bool:
-    """Whether gradients flow from a tensor to some parameter, and not only to an input that requires one.
-
-    `clean` collects autograd nodes of which it is known that they do not, for the next call.
-    """
-    if tensor.grad_fn is None:
-        return tensor.requires_grad and isinstance(tensor, nn.Parameter)
-    stack: list[Any] = [tensor.grad_fn]
-    seen = {tensor.grad_fn}
-    while stack:
-        node = stack.pop()
-        if isinstance(getattr(node, "variable", None), nn.Parameter):
-            return True
-        following = {one for one, _ in node.next_functions if one is not None} - seen - clean
-        seen |= following
-        stack += following
-    clean |= seen
-    return False
-
-
 def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tuple[tuple[str | int | None, ...], bool]]:
     """For each node what receives the gradient of each of its inputs (see `Node.inputs`), and whether it is a carrier."""
     names: dict[Any, str] = {param: name for name, param in params.items()}
