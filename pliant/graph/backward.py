@@ -21,7 +21,7 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox
-from pliant.runtime.torch_internals import next_nodes, unsharded
+from pliant.runtime.torch_internals import class_name, next_nodes, unsharded
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _PARAMETER_LISTS = frozenset(("ParameterList", "ParameterDict"))
@@ -297,7 +297,7 @@ def read(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> Gra
             )
         )
     reached = {param for node in nodes for param in node.params}
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    kinds = {name: class_name(module) for name, module in model.named_modules()}
     return Graph(
         tuple(nodes),
         {name: param.numel() * param.element_size() for name, param in params.items()},

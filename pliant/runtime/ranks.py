@@ -5,7 +5,7 @@ Every process runs the same code. Whatever may differ between them (seconds, bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -53,7 +53,13 @@ class Ranks:
     @classmethod
     def of(cls, model: nn.Module, ddp: DistributedDataParallel | None = None) -> Ranks:
         """The processes of a model that may be wrapped by DDP, or sharded."""
-        return cls(ddp, any(is_sharded(param) for param in model.parameters()))
+        spread: list[Any] = [param for param in model.parameters() if is_sharded(param)]
+        if any(param.device_mesh.ndim > 1 or not param.placements[0].is_shard() for param in spread):
+            raise ValueError(
+                "some parameters are spread in more than one way (tensor parallel, or sharded and replicated): only those of "
+                "fully_shard over a mesh of one dimension can be chosen."
+            )
+        return cls(ddp, bool(spread))
 
     @property
     def is_alone(self) -> bool:
@@ -121,6 +127,11 @@ class Ranks:
             dist.all_reduce(tensor, group=self._tensors)
             tensor /= dist.get_world_size(self._group)
         return tensor
+
+    def average_gradients_(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The gradients of these tensors become their mean over all processes."""
+        for tensor in tensors if self._group is not None else ():
+            tensor.grad = self.average_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
 
     def check_gradients(self, params: Mapping[str, nn.Parameter], chosen: Collection[str]) -> None:
         """An error where processes hold different gradients: they were not averaged, and weights would drift apart.
