@@ -265,5 +265,9 @@ def start(rank: int, folder: str) -> None:
 
 def run(folder: Path) -> list[Any]:
     """What each process found."""
-    mp.start_processes(start, (str(folder),), nprocs=WORLD, start_method="spawn")
+    try:
+        mp.start_processes(start, (str(folder),), nprocs=WORLD, start_method="spawn")
+    except mp.ProcessExitedException as error:
+        told = [torch.load(file, weights_only=False) for file in folder.glob("rank*.pt")]
+        raise RuntimeError("\n".join(str(one) for one in told if isinstance(one, str))) from error
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(WORLD)]
