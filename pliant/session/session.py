@@ -82,13 +82,12 @@ class Session:
         correct: bool = True,
         clock: Watch | None = None,
     ) -> None:
-        """`model` may be wrapped in DistributedDataParallel, or sharded by `fully_shard`.
-
-        `engine` names how steps run, or lets one rule pick ("auto"). `cache` is how many bytes of features may be kept by
-        sample, or a `Features`. `probe` are batches on which units are scored, in place of the one at hand. `prefix_dtype` is
-        what the frozen part before the first trained layer computes in. `profile` is a saved measurement to use instead of
-        measuring; without it, what an earlier run kept in the cache folder is used (unless `PLIANT_PROFILES=off`). `undo` keeps
-        what `delta` and `rollback` need. `clock` replaces the device's clock in a simulation.
+        """`model` may be in DistributedDataParallel, or sharded by `fully_shard`. `engine` names how steps run, or lets one
+        rule pick ("auto"). `cache` is how many bytes of features may be kept by sample, or a `Features`. `probe` are batches on
+        which units are scored, in place of the one at hand. `prefix_dtype` is what the frozen part before the first trained
+        layer computes in. `profile` is a saved measurement to use instead of measuring; without it, what an earlier run kept in
+        the cache folder is used (unless `PLIANT_PROFILES=off`). `undo` keeps what `delta` and `rollback` need. `clock` replaces
+        the device's clock in a simulation.
 
         `norm` says which batch norms use the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or
         as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the

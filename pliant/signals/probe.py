@@ -65,8 +65,10 @@ def probe(
     is a `ProbeError`.
     """
     ranks = ranks or Ranks()
-    if ranks.shards and (signal.needs == "activation" or type(optimizer) not in ELEMENTWISE):
-        what = "the Fisher potential" if signal.needs == "activation" else f"the update of {type(optimizer).__name__}"
+    sliced = any(part.dim is not None for unit in units for part in unit.parts)
+    if ranks.shards and (signal.needs == "activation" or sliced or type(optimizer) not in ELEMENTWISE):
+        what = "the Fisher potential" if signal.needs == "activation" else "the value of channels"
+        what = what if signal.needs == "activation" or sliced else f"the update of {type(optimizer).__name__}"
         raise ValueError(f"{what} cannot be computed from parameters that fully_shard has spread: use another, or DDP.")
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
