@@ -18,9 +18,10 @@ from torch import nn
 
 from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
+from pliant.graph.backward import walk
 from pliant.runtime import torch_internals
 from pliant.runtime.batches import Around, Loss, Pieces
-from pliant.runtime.heap import give_back
+from pliant.runtime.heap import give_back, is_held
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
 from pliant.runtime.trainable import ELEMENTWISE
@@ -193,7 +194,9 @@ class _Stream:
         try:
             with self.around():
                 value = _finite_loss(self.model, self.loss, batch)
-            give_back()
+            if is_held():  # memory is limited: what each node frees goes back before the next one runs
+                for node in walk(value):
+                    node.register_prehook(lambda *_: give_back())
             if value.requires_grad:  # into these parameters alone: the loss may have some of its own
                 scaled = value * self.scale if self.scale != 1.0 else value
                 torch.autograd.backward(scaled, inputs=into() if into is not None else list(self.params.values()))

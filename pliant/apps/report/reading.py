@@ -196,6 +196,7 @@ class _Reading:
         self.roof: LoggedRoofline | None = None
         self.no_roof = ""
         self.resident: int | None = None
+        self.growth: int | None = None
         self.ended = False
 
     def see(self, line: Any) -> None:
@@ -204,6 +205,8 @@ class _Reading:
         self.ended = self.ended and event not in ("step", "round", "resume")
         if line.get("resident") is not None:
             self.resident = max(self.resident or 0, int(_number(line["resident"])))
+        if line.get("growth") is not None:
+            self.growth = max(self.growth or 0, int(_number(line["growth"])))
         if event == "start":
             self.start = _start(line)
         elif event == "round":
@@ -256,6 +259,7 @@ class _Reading:
             no_roof=self.no_roof,
             resumed=tuple(self.resumed),
             resident=self.resident,
+            growth=self.growth,
             ended=self.ended,
         )
 

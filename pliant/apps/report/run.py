@@ -109,6 +109,7 @@ class Run:
     no_roof: str = ""  # why there is none
     resumed: tuple[int, ...] = ()  # the steps at which it was resumed
     resident: int | None = None  # the largest resident memory of the process
+    growth: int | None = None  # how far its peak has risen since the session was opened
     ended: bool = False
     torn: bool = False  # the last line was cut short
     earlier: int = 0  # number of runs before it in the same file
