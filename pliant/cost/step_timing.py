@@ -29,6 +29,7 @@ from pliant.runtime.memory import LiveBytes, inference_peak
 from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.rng import seed_
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
+from pliant.runtime.working import told
 
 _NOISE = 0.01  # relative, of a whole step
 _TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
@@ -72,7 +73,7 @@ class StepTiming:
         self.norms.hold_(self.params, chosen)
         for copy in self._copies.values():
             copy.grad = None
-        self._trained = [self.params[name] for name in chosen]
+        self._trained = [name for name in self.params if name in chosen]
         if self.seed is not None:
             seed_(self.seed)
         seconds, _ = self.watch.time(self._step)
@@ -81,9 +82,11 @@ class StepTiming:
     def _step(self) -> None:
         with self.around():
             value = compute_loss(self.model, self.loss, self.batch)
-        self.update.backward(value, self._trained)
-        for name, copy in self._copies.items():
-            copy.grad, self.mine[name].grad = self.mine[name].grad, None
+        grads = self.update.gradients(value, [self.params[name] for name in self._trained])
+        for name, grad in zip(self._trained, grads, strict=True):
+            if name in self._copies:
+                self._copies[name].grad = grad
+        del grads
         if self._like is not None:
             self.update.step(self._like)
 
@@ -190,7 +193,8 @@ class StepTiming:
         def turn() -> list[float]:
             return [self.step(rung) for rung in rungs] + [self._plain_step() for _ in range(plain)]
 
-        turns = np.array([turn() for _ in range(1 if self.watch.cuda and steady else repeats)])  # a steady clock needs one
+        some = range(1 if self.watch.cuda and steady else repeats)  # a steady clock needs one
+        turns = np.array([turn() for _ in told("timing steps", some)])
         if (_shares(turns, rungs).max(0) > 1.2 * _shares(turns, rungs).min(0)).any():  # one of them was much disturbed
             turns = np.array([*turns, turn()])
         full = turns[:, len(rungs) - 1]

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pliant.core.budget import RESOURCES, Budget, Progress
+from pliant.core.budget import Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit, narrowed
@@ -33,6 +34,7 @@ from pliant.planning.windows import windows
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
+from pliant.runtime.ranks import Ranks
 from pliant.session.feedback import DWELL, Feedback, Round
 from pliant.signals.drift import Drift, latest
 
@@ -71,6 +73,7 @@ class Controller:
         update: Update,
         norm: NormRule,
         around: Around,
+        ranks: Ranks,
     ) -> str | None:
         """Measure costs and name the units, on the first batch. Every parameter must be as the user left it.
 
@@ -86,7 +89,8 @@ class Controller:
             whole = all(part.dim is None for unit in units for part in unit.parts)
             how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "spare": spare}
             what = self.policy.cost, model, optimizer, loss, batch
-            self.profile, note = recall(*what, **how, around=around if whole else nullcontext)
+            recalled = partial(recall, *what, **how, around=around if whole else nullcontext)
+            self.profile, note = ranks.each(recalled)[0] if ranks.shards else ranks.first(recalled)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         if facts(graph):  # also where the profile is of another loss
@@ -318,7 +322,7 @@ class Controller:
 
     def _budget_moved(self, now: Progress, mode: Mode) -> bool:
         """Whether a budget that is a function of progress has moved away from the one that was planned for."""
-        if self.selection is None or not any(callable(getattr(self.policy.budget, kind)) for kind in RESOURCES):
+        if self.selection is None or not self.policy.budget.moves:
             return False
         planned = self.selection.asked
         limits = self._budget(mode).limits(self.prices(mode).full, now)
