@@ -255,19 +255,17 @@ def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tupl
 def read(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> Graph:
     """Run the loss once on a real batch and read its backward graph. Runs no backward.
 
-    The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`. With
-    `kernels`, bytes are those that the operating system sees: with what kernels copy inside.
+    The forward pass has its usual side effects: call it inside of `sandbox`. With `kernels`, what these copy inside counts.
     """
     params, start = trainable(model), rng_states()
-    trace, differentiates = ForwardTrace(model, batch, kernels=kernels), False
-    try:
-        with trace:
-            value = compute_loss(model, loss, batch)
-    except SavedTensorNeeded:
-        set_rng_states(start)
-        trace, differentiates = ForwardTrace(model, batch, keep=True, kernels=kernels), True
-        with trace:
-            value = compute_loss(model, loss, batch)
+    for differentiates in (False, True):
+        trace = ForwardTrace(model, batch, keep=differentiates, kernels=kernels)
+        try:
+            with trace:
+                value = compute_loss(model, loss, batch)
+            break
+        except SavedTensorNeeded:
+            set_rng_states(start)
     live = walk(value)
     if any(op_name(node) == "CheckpointFunction" for node in live):
         raise ValueError(
