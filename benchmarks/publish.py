@@ -89,6 +89,20 @@ SECTIONS = (
         ("step_cpu", "step_arm_cpu", "step_h200"),
     ),
     Section(
+        "Language models in Trainer",
+        """Whole steps of Hugging Face Trainer, 8 × 512 random tokens, bfloat16, networks of these shapes with random weights.
+Memory is the peak beyond weights and beyond inference. LoRA: rank 16 on queries and values, by peft.""",
+        "python benchmarks/language.py --device cuda --parts step",
+        ("language_step_h200",),
+    ),
+    Section(
+        "Several processes",
+        """Two gloo processes against one with the same global batches, in float64. *Off by*: the largest difference.
+Second table: a step that trains the last half of a network, by the way that its gradients are averaged.""",
+        "python benchmarks/processes.py",
+        ("processes_cpu",),
+    ),
+    Section(
         "Whole runs on each engine",
         "EfficientNet-Lite0 on handwritten digits, the last quarter of the parameter tensors trained.",
         "python benchmarks/end_to_end.py      # GPU: --device cuda",

@@ -36,7 +36,7 @@ BESIDES = {
     "cost": {"scipy"},
     "engine": {"triton", "onnx", "onnxruntime"},
     "session": {"safetensors"},
-    "integrations": {"transformers", "accelerate", "lightning", "flwr", "safetensors"},
+    "integrations": {"transformers", "accelerate", "lightning", "pytorch_lightning", "flwr", "safetensors"},
     "export": {"executorch", "onnx", "onnxruntime", "safetensors"},
     "apps": {"safetensors", "rich", "sklearn", "scipy", "PIL", "jinja2"},
     "cli": {"rich", "typer"},

@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from pliant.apps import models
+from pliant.apps import device, models
 from pliant.apps import trained as using
 from pliant.apps.trained import Trained
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors
@@ -44,6 +44,7 @@ def _by(module: str) -> Callable[[Trained, Path], Exported]:
 
 
 TARGETS = {"torch": Target(".pt2", _by("program")), "onnx": Target(".onnx", _by("onnx"))}
+_TRAINS = "executorch"  # a target that trains: a folder with programs, which take a recipe and a budget
 
 
 def about(trained: Trained) -> dict[str, str]:
@@ -57,7 +58,7 @@ def export(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, or a weight file of it (.safetensors).", show_default=False)
     ],
-    to: Annotated[str, typer.Option(help=f"What to write: {', '.join(TARGETS)}.")] = "torch",
+    to: Annotated[str, typer.Option(help=f"What to write: {', '.join(TARGETS)}, or {_TRAINS} to train on a device.")] = "torch",
     out: Annotated[
         Path | None, typer.Option(help="The file to write.", show_default="model.pt2 or model.onnx in the folder of the run")
     ] = None,
@@ -65,10 +66,25 @@ def export(
     model: Annotated[
         str | None, typer.Option(help="package.module:factory, if the model was made by one.", show_default=False)
     ] = None,
+    recipe: Annotated[str, typer.Option(help="What a device trains, as in `pliant train`.")] = "tinytrain",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Planned memory of a program for a device, like 1MB. 500kB,1MB: a bundle of two.", show_default=False
+        ),
+    ] = None,
+    macs: Annotated[
+        str | None, typer.Option(help="MACs of a step on the device: a share, or an amount.", show_default=False)
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step on the device.")] = 1,
+    lr: Annotated[float, typer.Option(help="Learning rate on the device.")] = 0.001,
+    int8: Annotated[bool, typer.Option("--int8", help="Store weights that are frozen on the device in 8 bits.")] = False,
 ) -> None:
     """Write a trained model for another runtime: a program of torch.export, or ONNX. It is checked against PyTorch first.
 
     The file takes what `pliant.load(RUN).inputs(...)` gives, and returns logits. Its metadata say how the input is made.
+
+    `executorch` writes a folder with a program that goes on training on a device, inside `--memory`: see docs/device.md.
 
     Example: pliant export runs/photos --to onnx
 
@@ -76,9 +92,20 @@ def export(
     """
     with exit_on_errors(ValueError), working(Console(stderr=True)):
         check_exists("RUN", run)
-        if to not in TARGETS:
-            raise UsageError(f"--to: {to!r} is not known. Give one of {', '.join(TARGETS)}.{nearest(to, TARGETS)}")
+        known = (*TARGETS, _TRAINS)
+        if to not in known:
+            raise UsageError(f"--to: {to!r} is not known. Give one of {', '.join(known)}.{nearest(to, known)}")
         trained = using.load(run, model, weights=weights)
+        if to == _TRAINS:
+            place = out or (run if run.is_dir() else run.parent) / "device"
+            how = {"recipe": recipe, "memory": memory, "macs": macs, "batch": batch, "lr": lr, "int8": int8}
+            programs = device.export_run(run, trained, place, **how)  # type: ignore[arg-type]
+            for name, facts in programs.items():
+                typer.echo(
+                    f"wrote {place / name}: trains {len(facts.trains)} tensors; differs from PyTorch by {facts.difference:.1e}"
+                )
+                typer.echo("\n".join(facts.lines()))
+            return
         target = TARGETS[to]
         path = out or (run if run.is_dir() else run.parent) / f"model{target.suffix}"
         done = target.write(trained, path)

@@ -24,7 +24,7 @@ from pliant.engine.compiled_parts import CompiledParts
 from pliant.engine.cuda_graphs.graphs import Graphs, Work, why_no_capture
 from pliant.engine.derived_weights import Derived
 from pliant.engine.ends import Ends
-from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
+from pliant.engine.kernels.switch import CustomKernels, Swapped
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.modes import parse, pick
 from pliant.engine.news import News, reasons
@@ -42,6 +42,7 @@ from pliant.runtime.ranks import Ranks
 from pliant.runtime.sandbox import sandbox
 
 _Changed = bool | None  # None: as it was
+_Prepare = Callable[[], Sequence[Derived]]
 
 
 class Engine:
@@ -61,7 +62,7 @@ class Engine:
         self._model, self._loss, self._update, self._ranks = model, loss, update, ranks or Ranks()
         self._asked = parse(engine)
         self._cuda = next(model.parameters()).device.type == "cuda"
-        self._custom_kernels = not self._cuda and is_slow_here(model)
+        self._kernels = CustomKernels(model)
         self.features = features
         self.slices: Slices | None = None
         self.units_are_sliced = False  # whether channels may be chosen
@@ -112,7 +113,7 @@ class Engine:
             caches=self.caches and not self._no_ids,
             memory_is_limited=self._memory_is_limited,
             captures=has_room and (self.not_captured or self.why_no_capture) is None,
-            custom_kernels=self._custom_kernels,
+            custom_kernels=self._kernels.serve,
             runtime=self._prefix.on_runtime,
         )
         mode = replace(mode, lean=mode.lean and "differentiates" not in self.origin)
@@ -161,7 +162,7 @@ class Engine:
         )
         if self._ends.left_out:
             out["input gradients"] = "session.step leaves .grad of inputs empty; loss.backward() in your own loop fills it"
-        return out | self._compiled.why_not(self.mode, self.slices is not None)
+        return out | self._compiled.why_not(self.mode, self.slices is not None) | self._kernels.reasons
 
     def news(self) -> list[str]:
         """What the engine does not do, each reason once."""
@@ -173,6 +174,11 @@ class Engine:
         """Raise if these parts cannot be trained with this optimizer, before anything is changed."""
         if any(part.dim is not None for part in parts):
             check_can_train(optimizer, "differentiates" in self.origin)
+
+    def check_kernels(self, batch: Any) -> None:
+        """Whether custom kernels serve this model: they are tried once, before anything is measured with them."""
+        if self._swaps and not self._kernels.are_right(self._model, self._loss, batch):
+            self.settle()
 
     def choose_(self, parts: Iterable[Part], params: Mapping[str, nn.Parameter]) -> set[str]:
         """From now on these parts train. Returns the names of the parameters of which only a slice does."""
@@ -271,13 +277,7 @@ class Engine:
         return value
 
     def _captured(
-        self,
-        graphs: Graphs,
-        batch: Any,
-        work: Work,
-        part: tuple[bool, bool],
-        prepare: Callable[[], Sequence[Derived]],
-        needed: Hashable = None,
+        self, graphs: Graphs, batch: Any, work: Work, part: tuple[bool, bool], prepare: _Prepare, needed: Hashable = None
     ) -> torch.Tensor:
         choice = self._chosen, str(self.mode), part, needed
         if self._memory_is_limited and self._held != choice[:2]:
@@ -337,9 +337,9 @@ class Engine:
         forward = partial(compute_loss, self._ranks.ddp or self._model, self._loss, batch)
         if not self.mode.prefix:
             return forward()
-        if self._ranks.ddp is None and not self._prefix.knows(batch, ids, self._sliced):  # DDP's own calls come in between
-            self._rehearse(batch, ids)
-        return self._prefix.run(forward, batch, ids, self._sliced, found, self._fuses_norms)
+        self._prefix.runs_chains = self._swaps and not self.mode.lean and "differentiates" not in self.origin
+        rehearse = partial(self._rehearse, batch, ids) if self._ranks.ddp is None else None  # DDP's own calls come in between
+        return self._prefix.run(forward, batch, ids, self._sliced, found, self._fuses_norms, rehearse)
 
     def _rehearse(self, batch: Any, ids: Any, passes: int = 1) -> None:
         """Passes that leave no trace, so that every step of a selection runs the same way. The first records the program, and
@@ -363,7 +363,7 @@ class Engine:
     @property
     def _swaps(self) -> bool:
         """Whether custom kernels replace slow convolutions. Plain and lean steps give PyTorch's gradients to the last bit."""
-        return self.mode.prefix and self.slices is None and self._custom_kernels
+        return self.mode.prefix and self.slices is None and self._kernels.serve
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of a forward pass; call `after` with what it gave when the pass is done."""

@@ -51,8 +51,7 @@ def difference(run: Callable[[Tensor], Tensor], model: nn.Module, example: Tenso
     worst = 0.0
     for batch in (example, example[:1]):
         with torch.no_grad():
-            mine = model(batch).float()
-        theirs = run(batch).float()
+            mine, theirs = model(batch).float(), run(batch).float()
         if theirs.shape != mine.shape:
             raise ExportError(f"{what} returns {tuple(theirs.shape)} where PyTorch returns {tuple(mine.shape)}.")
         worst = max(worst, float((theirs - mine).abs().max() / mine.abs().max().clamp(min=1e-12)))

@@ -24,6 +24,7 @@ except ImportError as error:
         f"pliant.integrations.hf needs transformers and accelerate ({error}): pip install 'pliant[hf]'"
     ) from error
 
+from pliant.integrations.checks import check_holds, check_not_wrapped, check_policy
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss
 from pliant.runtime.ranks import unwrapped
@@ -43,14 +44,13 @@ class PliantMixin:
     """
 
     def __init__(self, *args: Any, policy: Policy, session: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        if not isinstance(policy, Policy):
-            raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
+        check_policy(policy)
         given = next((name for name in session or () if name in _TRAINERS), None)
         if given is not None:
             raise ValueError(f"session={{{given!r}: …}} is Trainer's to say: use TrainingArguments({_TRAINERS[given]}=…).")
         model = kwargs.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
-            _check_not_wrapped(model)
+            check_not_wrapped(model)
         super().__init__(*args, **kwargs)
         if getattr(self, "is_deepspeed_enabled", False):
             raise ValueError(
@@ -215,7 +215,7 @@ def open_session(
         )
     model = _ready(model)
     inner = optimizer.optimizer
-    _check_holds(unwrapped(model)[0], inner)
+    check_holds(unwrapped(model)[0], inner)
     scaler = getattr(accelerator, "scaler", None)
     scaler = scaler if isinstance(scaler, torch.amp.GradScaler) else None
     return Session(model, inner, loss, policy, scaler=scaler, **{"undo": False, **options})
@@ -226,23 +226,6 @@ def _ready(model: nn.Module) -> nn.Module:
     while not isinstance(model, DistributedDataParallel) and isinstance(getattr(model, "_orig_mod", None), nn.Module):
         model = model._orig_mod  # type: ignore[assignment]
     return model
-
-
-def _check_not_wrapped(model: nn.Module) -> None:
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("the model is wrapped in DistributedDataParallel already: give Trainer the model itself, it wraps it.")
-    unwrapped(model)
-
-
-def _check_holds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer that was made before the model was changed holds other parameters, which nobody trains."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in held]
-    if missing:
-        raise ValueError(
-            f"the optimizer does not hold {missing[0]!r} ({len(missing)} such parameters): it was made before the model was "
-            f"wrapped, changed or unfrozen. Make it afterwards, or let Trainer make it."
-        )
 
 
 def _load(session: Session, folder: Path) -> None:

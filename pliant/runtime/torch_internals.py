@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +33,17 @@ __all__ = [
     "is_compiled",
     "is_sharded",
     "is_transformed",
+    "next_nodes",
     "next_sequence_number",
     "norms",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "recompile_limit",
+    "reshard_",
     "saved_tensor_hooks",
     "tree_leaves",
     "unsharded",
+    "uses_onednn",
     "without_dynamo",
     "without_function_modes",
     "would_run",
@@ -97,6 +100,14 @@ def would_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
 
 
+def uses_onednn(convolution: Sequence[Any]) -> bool:
+    """Whether oneDNN computes a convolution with these arguments (those of `torch.ops.aten.convolution`)."""
+    try:
+        return str(torch._C._select_conv_backend(*convolution)).endswith("Mkldnn")
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
 def clear_cublas_workspaces() -> None:
     """Free the memory that cuBLAS holds as workspaces."""
     torch._C._cuda_clearCublasWorkspaces()
@@ -120,6 +131,25 @@ def active_ddp() -> Any:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is spread over several processes, as `fully_shard` does it. (To import its class takes long.)"""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def reshard_(model: nn.Module) -> None:
+    """Let `fully_shard` free whole parameters that it still holds: the next pass gathers them, and sees which are trainable."""
+    if any(map(is_sharded, model.parameters())):
+        for module in model.modules():
+            reshard: Any = getattr(module, "reshard", None)
+            if reshard is not None:
+                reshard()
+
+
+def next_nodes(node: Any) -> list[Any]:
+    """The autograd nodes that a node hands its gradients to; those of `fully_shard`, which only watch, are passed over."""
+    found = []
+    for following, index in node.next_functions:
+        while type(following).__name__.startswith("RegisterPostBackward"):
+            following, index = following.next_functions[index]
+        found.append(following)
+    return found
 
 
 def unsharded(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit, narrowed
 from pliant.cost.charge import ChargeKind
 from pliant.cost.kept_profiles import recall
+from pliant.cost.limited import is_counted
 from pliant.cost.measure import facts, origin, read_graph
 from pliant.cost.profile import Profile
 from pliant.engine.kernels.prices import PRICES
@@ -79,15 +81,16 @@ class Controller:
         an earlier run are not measured again. Returns what the log should say of that.
         """
         note = None
-        graph = read_graph(model, loss, batch, norm)
+        graph = read_graph(model, loss, batch, norm, kernels=is_counted(model, self.policy.budget))
         units = self.policy.units(graph)
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
-            short = self.policy.budget.memory is not None and update.scaler is None
+            spare = self.policy.budget if self.policy.budget.memory is not None and update.scaler is None else None
             whole = all(part.dim is None for unit in units for part in unit.parts)
-            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "short": short}
+            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "spare": spare}
             what = self.policy.cost, model, optimizer, loss, batch
-            self.profile, note = ranks.first(lambda: recall(*what, **how, around=around if whole else nullcontext))
+            recalled = partial(recall, *what, **how, around=around if whole else nullcontext)
+            self.profile, note = ranks.each(recalled)[0] if ranks.shards else ranks.first(recalled)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         if facts(graph):  # also where the profile is of another loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -25,14 +25,16 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
-from pliant.runtime.memory import resident
+from pliant.runtime.heap import give_back
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.ranks import Ranks
+from pliant.runtime.torch_internals import reshard_
 from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, leave_out_unheld
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
 from pliant.session.full_steps import FullSteps
+from pliant.session.resident import Resident
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
 from pliant.session.user_flags import UserFlags
@@ -68,11 +70,11 @@ class Loop:
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
+        self.resident = Resident(self.device, controller.policy.budget)
         self.stepper = Stepper(engine, [*self.params.values()], update.accumulate, self.laps, self.record, self.check_gradients)
         self._elements = 0  # of the batch whose step is measured
         self._full_steps = FullSteps(model, loss, self.params, engine, norms, update, self.laps, self.ranks)
         self.change_seconds = 0.0  # what the last change of the selection took
-        self._lr: float | torch.Tensor | None = None  # of the step under way, in the first group
         self._shared_time: tuple[float, float] | None = None  # as it was at the first process when this step began
         self._is_checked = False  # whether processes were seen to have the same gradients of this selection
         self.energy: EnergyUse | None = None  # where joules are limited
@@ -127,6 +129,8 @@ class Loop:
             if not self.engine.is_settled(own_loop=False, has_ids=ids is not None):
                 self.settle(own_loop=False, has_ids=ids is not None)
             self.engine.zero_grad()  # first: a probe needs the room
+            give_back()
+            self.engine.check_kernels(batch)
             self.prepare(batch, self.engine.around)
             self.measure_bytes(batch)
         else:
@@ -144,6 +148,7 @@ class Loop:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
         if self.laps.is_running:
             self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
+        self.log.note_rate(self.engine.optimizer, self.total_steps)
         batches.check_not_empty(batch)
         shared = self.budget.moves and not self.ranks.is_alone
         self._shared_time = self.ranks.first(lambda: self._time) if shared else None
@@ -170,7 +175,6 @@ class Loop:
             raise
         check_in_groups(self.params, self.engine.optimizer, self.selection.params)
         self._hold_norms(self.selection.params)
-        self._lr = self.engine.optimizer.param_groups[0].get("lr")
         self.laps.begin()
 
     def _heed_flags(self) -> None:
@@ -189,11 +193,11 @@ class Loop:
         if result.loss is not None and self.engine.skipped:
             self.note("step skipped: its gradients are not finite")
         self.steps += 1
-        self.log.step(self.steps, self.round, result.loss, result.seconds, self._lr)
+        self.log.step(self.steps, self.round, result.loss, result.seconds)
         if result.bytes is not None:
             taken = self.ranks.largest(result.bytes)
             self.controller.feedback.see_bytes(taken, self._elements)
-            self.log.memory(self.steps, self.round, self.controller.feedback.rounds[-1], taken)
+            self.log.memory(self.steps, self.controller.feedback.rounds[-1], taken, self.resident.growth)
         if self.policy.when.watches and self.steps % Drift.every == 0:
             holders: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
             self.controller.drift.see(self.ranks.total(signals.watch(holders, self.selection.units)))
@@ -218,8 +222,7 @@ class Loop:
             self.engine.units_are_sliced = any(part.dim is not None for unit in self.controller.units for part in unit.parts)
             self.engine.origin = self.profile.origin
         self.settle(self.budget)
-        spent = self.time.spent["profiling"]
-        self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), spent, self.total_steps)
+        self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
         for note in filter(None, notes):
             self.note(note)
 
@@ -244,8 +247,10 @@ class Loop:
     def settle(self, budget: Budget | None = None, **changed: bool) -> None:
         """Let the engine pick its mode after a change, and the controller follow its prices."""
         before = self.engine.mode
-        if budget is not None and budget.memory is not None and self.engine.could_capture:
-            changed["room"] = self.controller.has_room(budget, self.progress, before)
+        if budget is not None:
+            self.resident.follow(budget)
+            if budget.memory is not None and self.engine.could_capture:
+                changed["room"] = self.controller.has_room(budget, self.progress, before)
         self.engine.settle(budget, **changed)
         self.follow_engine(before)
 
@@ -281,15 +286,11 @@ class Loop:
             return None
         self.engine.make_room()
         with self.time.not_training("choosing"):
-            measured = inference_bytes(self.model, self.loss, batch)
+            measured = inference_bytes(self.model, self.loss, batch, True)
             return self.profile.inference if measured is None else measured
 
-    @property
-    def before_forward(self) -> Callable[[], None] | None:
-        """What comes before each forward pass that somebody else runs; None where nothing does."""
-        return self._before_forward if self.norms.has_any or self.ranks.may_be_wrapped else None
-
-    def _before_forward(self) -> None:
+    def before_forward(self) -> None:
+        """Comes before each forward pass that somebody else runs."""
         self.ranks.check_forward()
         self._hold_norms(self.selection.params)
 
@@ -374,7 +375,7 @@ class Loop:
         self.laps.new_round()
         self.change_seconds = self.ranks.slowest([self.laps.seconds((start, self.laps.watch.mark()))])[0]
         self._is_checked = False
-        self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, resident())
+        self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, self.resident.now())
 
     def apply_(self, selection: Selection) -> None:
         frozen = self.flags.frozen  # by the user, maybe after this was chosen
@@ -383,6 +384,7 @@ class Loop:
         if not self.freezes:
             self.flags.restore_()
         self.flags.remember()
+        reshard_(self.model)
 
     @property
     def _state_rule(self) -> Literal["keep", "drop"]:
@@ -393,8 +395,9 @@ class Loop:
         """Restore trainable flags and modes as they were found."""
         try:
             spent = {"all": self.time.elapsed, **self.time.spent}
-            self.log.write("end", step=self.steps, round=self.round, resident=resident(), spent=spent)
+            self.log.write("end", step=self.steps, round=self.round, **self.resident.now(), spent=spent)
         finally:
+            self.resident.close()
             self.stepper.release()
             self.engine.release()
             self.norms.release_()

@@ -15,6 +15,7 @@ from pliant.session.loop import Loop
 def before_step(loop: Loop, batch: Any, method: str = "forward", batches: int | None = None) -> None:
     """The caller's own step follows, whose forward passes are run by `method` of the model, on so many `batches`."""
     engine = loop.engine
+    loop.stepper.check_not_repeated()
     if not engine.is_settled(own_loop=True, has_ids=False) or engine.mode.prefix:
         loop.settle(own_loop=True, has_ids=False)
     loop.prepare(batch, nullcontext)
@@ -29,7 +30,8 @@ def before_step(loop: Loop, batch: Any, method: str = "forward", batches: int | 
         what = "a GradScaler cannot unscale" if loop.ranks.is_alone else "DistributedDataParallel does not average"
         raise ValueError(f"{what} slices of parameters in a loop of your own: use session.step, or choose layers.")
     loop.stepper.is_whole = batches in (None, loop.update.accumulate)
-    engine.hook_own_step(method, loop.before_forward)
+    looks = loop.norms.has_any or loop.ranks.may_be_wrapped  # else nothing is to be done before a forward pass
+    engine.hook_own_step(method, loop.before_forward if looks else None)
     if loop.device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
         loop.measure_bytes(batch)
 

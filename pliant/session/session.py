@@ -12,6 +12,7 @@ from torch import nn
 
 from pliant.core.budget import Budget, Progress
 from pliant.core.types import Selection, Unit
+from pliant.cost.measure import timed
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
 from pliant.engine.prefix.feature_cache import Features
@@ -24,13 +25,13 @@ from pliant.runtime.optimizer_step import OnNan, Update
 from pliant.runtime.ranks import Ranks, unwrapped
 from pliant.runtime.sample_ids import ids_of
 from pliant.runtime.torch_internals import without_dynamo
-from pliant.session import changes, checkpoint, own_loop, resume
+from pliant.session import arguments, changes, checkpoint, own_loop, resume
 from pliant.session.controller import Controller
 from pliant.session.delta import Undo
 from pliant.session.feedback import Feedback, Round
 from pliant.session.fit import fit
 from pliant.session.loop import Loop
-from pliant.session.run_log import RunLog, display
+from pliant.session.run_log import RunLog, described, display
 
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
 
@@ -100,8 +101,7 @@ class Session:
         `correct` changes the selection within a round where measured steps miss the time that was asked, or take more memory.
         Selections then depend on measurements; without it, on the profile and the seed alone.
         """
-        if not isinstance(policy, Policy):
-            raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
+        arguments.check(model, optimizer, loss, policy)
         if isinstance(cache, (str, int)):
             cache = Features(cache)
         if cache is not None and not isinstance(cache, Features):
@@ -109,17 +109,20 @@ class Session:
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
-        changes.check_processes(ranks, policy.budget)
+        changes.check_processes(ranks, policy.budget, policy.cost is timed and profile is None)
         earlier = _OPEN[model]() if model in _OPEN else None
         if earlier is not None:
             earlier.close()
+        arguments.check_alone(
+            model, [other for other, one in _OPEN.items() if (held := one()) is not None and not held._closed]
+        )
         hooked = next((name for name, p in trainable(model).items() if p._post_accumulate_grad_hooks), None)
         if hooked is not None:
             raise ValueError(
                 f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would run. "
                 f"Remove it."
             )
-        known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
+        known = ranks.first(lambda: Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile)
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
         self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype, ranks)
         self._engine.settle(policy.budget)
@@ -129,7 +132,7 @@ class Session:
         parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock, ranks
         self._loop = Loop(model, loss, *parts)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
-        self._closed = False
+        self._closed: bool = False
         _OPEN[model] = ref(self)
 
     # ------------------------------------------------------------ what the user reads
@@ -239,6 +242,10 @@ class Session:
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_open()
         changes.use_optimizer(self._loop, optimizer)
+
+    def __repr__(self) -> str:
+        state, now = " (closed)" * self._closed, self._controller.selection
+        return f"<Session{state}: {described(self.policy, self.model, self.progress, self.engine, now, self.measured_seconds)}>"
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: what the last rounds asked, predicted and measured, and what is chosen now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Stepper:
         self.is_whole = True  # whether the caller's step takes as many batches as were priced
         self._peak: StepPeak | None = None  # of that step, where it is measured
         self._is_ours = False
+        self._told: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self.use_optimizer(engine.optimizer)
 
@@ -68,8 +70,31 @@ class Stepper:
         self._before_update()
 
     def _after_optimizer_step(self, *_: Any) -> None:
-        if self._laps.is_running and not self._is_ours:
+        if self._is_ours:
+            return
+        if self._laps.is_running:
             self._on_own_step(self.end())
+        else:
+            self.warn_once(
+                "the optimizer took a step that the session knows nothing of: it is not measured, and nothing is chosen for "
+                "it. Call session.before_step(batch) before every step of your own, or let session.step(batch) take it."
+            )
+
+    def warn_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, stacklevel=2)
+
+    def check_not_repeated(self) -> None:
+        """A step of the caller's own is under way and another begins: warn, unless a GradScaler may have skipped the first."""
+        grads = [param.grad for param in self._params if param.grad is not None]
+        if not self._laps.is_running or (not grads and self._params and next(iter(self._params)).is_cuda):
+            return
+        if all(bool(grad.isfinite().all()) for grad in grads if not grad.is_sparse):
+            self.warn_once(
+                "session.before_step was called twice without a step of the optimizer between: each call counts as a step. "
+                "Call it once per optimizer step, also where gradients of several batches add up."
+            )
 
     @property
     def begins(self) -> bool:
@@ -112,7 +137,7 @@ class Stepper:
             gradients = sum(storage(p.grad)[1] for p in self._params if p.grad is not None)
             self._laps.begin()
             state = self._state_bytes
-            self._peak = StepPeak(next(iter(self._params)).device, inference, state() + gradients, state)
+            self._peak = StepPeak(next(iter(self._params)).device, inference, state() + gradients, state, kernels=True)
 
     def _state_bytes(self) -> int:
         """Bytes of optimizer state, that of slices included."""

@@ -21,6 +21,7 @@ from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
 from pliant.runtime import torch_internals
 from pliant.runtime.batches import Around, Loss, Pieces
+from pliant.runtime.heap import give_back
 from pliant.runtime.ranks import Ranks, local
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
@@ -83,6 +84,7 @@ def probe(
     with sandbox(model, train=names if freeze else None):
         start = rng_states()
         for window in told("scoring layers", [names] if windows is None else list(windows)):
+            give_back()  # what the last one has freed
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
             for name in names if freeze else ():
@@ -199,25 +201,43 @@ class _Stream:
 
             return take
 
-        streams = self.ranks.is_alone or into is not None
-        hooked = self.params if streams else {}
+        hooked = self.params if self.ranks.is_alone else {}
         handles = [param.register_post_accumulate_grad_hook(hook(name)) for name, param in hooked.items()]
         try:
             with self.around():
                 value = self.loss(self.model, batch)
             self.ranks.each(partial(_check_finite, value.detach()))
-            if value.requires_grad:  # into these parameters alone: the loss may have some of its own
-                scaled = value * self.scale if self.scale != 1.0 else value
-                ends = into() if into is not None else list(self.params.values())
-                torch.autograd.backward(scaled, inputs=None if self.ranks.shards else ends)
+            give_back()
+            if not value.requires_grad:
+                return
+            scaled = value * self.scale if self.scale != 1.0 else value
+            # Into these parameters alone: the loss may have some of its own.
+            ends = into() if into is not None else list(self.params.values())
+            if self.ranks.is_alone:
+                torch.autograd.backward(scaled, inputs=ends)
+            else:
+                self._run_together(scaled, ends, on_grad)
         finally:
             for handle in handles:
                 handle.remove()
-        for name, param in () if streams else self.params.items():  # in one order everywhere, whatever a batch reaches
-            grad, param.grad = param.grad, None
-            grad = torch.zeros_like(param) if grad is None else grad.to_dense() if grad.is_sparse else grad
-            grad = local(grad) if self.ranks.shards else self.ranks.average_(grad)
-            on_grad(name, grad / self.scale if self.scale != 1.0 else grad)
+
+    def _run_together(
+        self, loss: torch.Tensor, ends: Sequence[torch.Tensor], on_grad: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        """Backward in all processes, then their mean gradients in one order, whatever each of their batches has reached."""
+        grads: Sequence[torch.Tensor | None]
+        if self.ranks.shards:  # which averages by itself, where gradients are accumulated
+            torch.autograd.backward(loss)
+            grads = [end.grad for end in ends]
+        else:  # DDP must not notice
+            grads = torch.autograd.grad(loss, ends, allow_unused=True)
+        mine = {id(end): grad for end, grad in zip(ends, grads, strict=True)}
+        for name, param in self.params.items():
+            if id(param) in mine:
+                grad, param.grad = mine.pop(id(param)), None
+                grad = torch.zeros_like(param) if grad is None else grad.to_dense() if grad.is_sparse else grad
+                grad = local(grad) if self.ranks.shards else self.ranks.average_(grad)
+                on_grad(name, grad / self.scale if self.scale != 1.0 else grad)
 
 
 def _check_finite(value: torch.Tensor) -> None:
@@ -242,6 +262,9 @@ def _updater(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
         precise = precise.to_complex() if param.is_complex() else precise
         like, (copy,) = scratch(optimizer, [param], precise, [value])
         copy.grad = grad.to(precise)
+        for group in like.param_groups:  # a warm-up begins with a rate of 0, at which nothing would be worth anything
+            if not group.get("lr", 1.0):
+                group["lr"] = group.get("initial_lr", group["lr"])
         scratch_step(like)
         return copy.detach().sub_(value)
 

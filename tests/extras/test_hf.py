@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from oracle import on_steady_device
 
-from pliant import recipes, schedule
+from pliant import recipes, schedule, units
 
 ARE_HERE = all(importlib.util.find_spec(name) is not None for name in ("transformers", "accelerate"))
 pytestmark = [
@@ -175,9 +176,11 @@ def test_adapters_of_peft_are_units(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"], r=2, fan_in_fan_out=True))
     before = copy.deepcopy(model)
-    trainer = trained(tmp_path, on_steady_device(recipes.last(time=0.8)), model)
+    policy = replace(on_steady_device(recipes.pliant(time=0.8)), units=units.blocks("*.c_attn"), head=False)
+    trainer = trained(tmp_path, policy, model)
     chosen = {param for unit in trainer.session.selection.units for param in unit.params}
-    assert 0 < len(chosen) < len(trainer.session.units) * 2 and all("lora" in name for name in chosen)
+    assert len(trainer.session.units) == 3 and all(len(unit.parts) == 2 for unit in trainer.session.units), "A and B together"
+    assert 0 < len(chosen) < 6 and all("lora" in name for name in chosen)
     for (name, was), now in zip(before.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(was, now) == (name not in chosen), name
 

@@ -71,8 +71,10 @@ def _from_hf(what: str, classes: int | None, pretrained: bool) -> nn.Module:
 
 def _of_config(transformers: Any, config: Any, weights: str | None) -> nn.Module:
     """The classifier of a configuration, for whatever it classifies."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # that the head is new is what was asked for
+    logging = transformers.utils.logging
+    before, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # that the head is new is what was asked for
+    logging.disable_progress_bar()
     try:
         for auto in (getattr(transformers, name) for name in _AUTO):
             if type(config) in auto._model_mapping:
@@ -81,8 +83,15 @@ def _of_config(transformers: Any, config: Any, weights: str | None) -> nn.Module
                 else:
                     made = auto.from_pretrained(weights, config=config, ignore_mismatched_sizes=True)
                 return made.float()
+    except ImportError as error:  # transformers imports its parts when they are used
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
+        raise ImportError(f"transformers cannot be used here: {_first(root)}. Check its packages with pip check.") from error
     finally:
-        transformers.logging.set_verbosity(before)
+        logging.set_verbosity(before)
+        if bar:
+            logging.enable_progress_bar()
     raise ValueError(f"transformers has no classifier of the type {config.model_type!r} for text, images or sound")
 
 
@@ -142,7 +151,7 @@ def versions(name: str) -> dict[str, str]:
     return out
 
 
-def _first(error: Exception) -> str:
+def _first(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 

@@ -17,6 +17,7 @@ from pliant.apps.train.outcome import Outcome
 from pliant.core.types import nearest
 from pliant.engine import modes
 
+_ADAMW_RATES = {"text_small": 1e-2}  # word vectors that few batches reach need large steps: docs/notebook.md
 LOGGERS = ("tensorboard", "wandb")
 _CHOICES = {"optimizer": ("auto", *OPTIMIZERS), "features": FEATURES, "augment": CHOICES}
 _TYPES = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}
@@ -79,7 +80,8 @@ class Options:
     optimizer: str = _option("auto", "sgd or adamw.", unset="adamw for hf: models, text_small and audio_small, else sgd")
     lr: float | None = _option(
         None,
-        "Learning rate at the start; it decays to zero along a cosine. With adamw the default is 0.001, for hf: models 0.0003.",
+        "Learning rate at the start; it decays to zero along a cosine. With adamw the default is 0.001, for "
+        "hf: models 0.0003, for text_small 0.01.",
         unset="0.03",
     )
     size: int = _option(64, "Pixels per side of an image.", least=8)
@@ -171,7 +173,7 @@ class Options:
             optimizer = "adamw" if fresh or model.startswith("hf:") else "sgd"
         lr = self.lr
         if lr is None:
-            lr = 0.03 if optimizer == "sgd" else 3e-4 if model.startswith("hf:") else 1e-3
+            lr = 0.03 if optimizer == "sgd" else 3e-4 if model.startswith("hf:") else _ADAMW_RATES.get(model, 1e-3)
         return replace(self, model=model, recipe=recipe, optimizer=optimizer, lr=lr)
 
     @property
@@ -210,9 +212,9 @@ class Result:
     """The result of a run.
 
     The first of the `evaluations` is the one before training. `seconds` includes measuring and choosing, but not evaluating
-    and saving; `seconds_per_step` is a mean. Both are by the device's clock: CPU time where one thread computes. `rounds` hold what was asked, predicted and
-    measured for each selection. `memory_bytes` is the peak of a step beyond inference, if it was measured; `joules` need an
-    energy meter. `outcome` says whether the run paid.
+    and saving; `seconds_per_step` is a mean. Both are by the device's clock: CPU time where one thread computes. `rounds` hold
+    what was asked, predicted and measured for each selection. `memory_bytes` is the peak of a step beyond inference, if it was
+    measured; `joules` need an energy meter. `outcome` says whether the run paid.
     """
 
     out: str

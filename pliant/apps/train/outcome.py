@@ -21,8 +21,8 @@ class Outcome:
     """What a run took and what full training would have taken: the measured full step, as often as there were steps.
 
     `seconds` are those of training: measuring, choosing and steps, by the clock that steps are measured with (CPU time where
-    one thread computes). `whole_seconds` are wall time, also with evaluating and saving, which full training would need too. Bytes are those of a step beyond inference: the highest that was
-    measured, else predicted.
+    one thread computes). `whole_seconds` are wall time, also with evaluating and saving, which full training would need too.
+    Bytes are those of a step beyond inference: the highest that was measured, else predicted.
     """
 
     steps: int
@@ -49,7 +49,7 @@ class Outcome:
         out = [f"{took}. With evaluating and saving: {text.seconds(self.whole_seconds)}"]
         if self.bytes is not None and self.full_bytes:
             how = "measured" if self.bytes_measured else "predicted"
-            full = f"a full step takes {text.size(self.full_bytes)}"
+            full = f"a full step would take {text.size(self.full_bytes)}"
             out.append(f"memory of a step beyond inference: {text.size(self.bytes)} {how}; {full}")
         return out
 

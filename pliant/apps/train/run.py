@@ -113,7 +113,8 @@ class TrainingRun:
             counts = split.labels.bincount(minlength=len(self.task.classes)).tolist()
             absent = [name for name, count in zip(self.task.classes, counts, strict=True) if not count]
             if absent:
-                self.notes.append(f"warning: no sample {purpose} of {', '.join(map(repr, absent))}")
+                one = {"images": "image"}.get(self.task.inputs.kind, "sample")
+                self.notes.append(f"warning: no {one} {purpose} of {', '.join(map(repr, absent))}")
         left = len(self.task.train) % self.options.batch
         if left:
             every = f"{len(self.task.train)} to train on, {self.options.batch} per step"
