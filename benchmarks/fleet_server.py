@@ -113,7 +113,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     for name, c in zip(SIZES, updates, strict=False):
         times = " | ".join(f"{n * c['seconds']:,.0f} s, {n * c['bytes'] / 1e9:,.0f} GB" for n in DEVICES)
         seconds, held = c["seconds"] * 1e3, c["held_bytes"] / 1e6
-        lines.append(f"| {name} | {c['bytes'] / 1e6:.1f} MB | {seconds:.2g} ms | {held:.1f} MB | {times} |")
+        lines.append(f"| {name} | {c['bytes'] / 1e6:.1f} MB | {seconds:.3g} ms | {held:.1f} MB | {times} |")
     sent = [c for c in cells if c["kind"] == "wire"]
     if sent:
         lines += ["", "| tensors trained | their bytes | message | more than them |", "|---|---|---|---|"]

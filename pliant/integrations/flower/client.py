@@ -168,7 +168,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
             clock.probed(profile)
         for batch in islice(local.batches(task.seed), steps):
             before = clock.elapsed
-            if took and task.stop and task.seconds is not None and before + longest > task.seconds:
+            if took and task.stop and task.seconds is not None and before + longest > task.seconds * (1 - clock.margin):
                 break
             losses.append(session.step(batch))
             clock.stepped(session, profile)
