@@ -17,7 +17,8 @@ and the batch in the default layout. `cache`: every batch was seen before,
 so a session reads the features before the first trained layer from its cache. On a GPU all ways use bfloat16 autocast, and
 channels-last for images.
 
-The ways take turns. CPU: CPU time of one thread (wall time of several), the fastest step of each. GPU: synchronised wall time, medians.
+The ways take turns. CPU: CPU time of one thread (wall time of several), the fastest step of each. GPU: synchronised wall time,
+medians.
 """
 
 from __future__ import annotations
