@@ -3,6 +3,7 @@
     python benchmarks/step.py                      # an hour on one CPU thread; resumable
     python benchmarks/step.py --device cuda        # some minutes on a GPU
     python benchmarks/step.py --quick              # one network, one batch size: about a minute
+    python benchmarks/step.py --threads 2          # wall time of two threads
 
 Every way has its own copy of the network. Trained is the last quarter or half of the parameter tensors; or, "with gaps", the
 weights of one layer in five of that half. What is timed:
@@ -10,11 +11,13 @@ weights of one layer in five of that half. What is timed:
     full, eager; plain freezing    optimizer.zero_grad(); loss(model, batch).backward(); optimizer.step()
     all others                     session.step(batch), with the engine that is named
 
-Plain freezing sets `requires_grad`, and frozen batch norms use their running statistics. `cache`: every batch was seen before,
-so a session reads the features before the first trained layer from its cache, which is on the device. On a GPU all ways use
-bfloat16 autocast, and channels-last for images.
+Plain freezing sets `requires_grad`, and frozen batch norms use their running statistics. On a CPU, networks for images also run
+plain freezing with the model and the batch channels-last; ratios refer to the faster of the two layouts. Sessions get the model
+and the batch in the default layout. `cache`: every batch was seen before, so a session reads the features before the first
+trained layer from its cache, which is on the device. On a GPU all ways use bfloat16 autocast, and channels-last for images.
 
-The ways take turns. CPU: CPU time of one thread, the fastest step of each. GPU: synchronised wall time, medians.
+The ways take turns. CPU: CPU time of one thread (wall time of several), the fastest step of each. GPU: synchronised wall time,
+medians.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import copy
+import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import nets
@@ -79,6 +84,19 @@ def chosen_of(choice: str, model: nn.Module) -> list[str]:
     return half if choice == "last half" else [name for name in half if params[name].dim() > 1][::-5]
 
 
+def taken_by(step: Callable[[], Any], setting: dict[str, Any]) -> float:
+    if setting.get("threads", 1) == 1:
+        return seconds_of(step, setting["device"])
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def plain_of(seconds: dict[str, float]) -> float:
+    """Plain freezing in the faster of its layouts."""
+    return min(taken for way, taken in seconds.items() if way.startswith("plain freezing"))
+
+
 def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str, Any]:
     device = setting["device"]
     torch.manual_seed(0)
@@ -92,6 +110,10 @@ def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str
         "full, eager": plain_loop(copy.deepcopy(model), batch, loss, everything),
         "plain freezing": plain_loop(copy.deepcopy(model), batch, loss, chosen),
     }
+    if device == "cpu" and batch[0].dim() == 4:
+        other = copy.deepcopy(model).to(memory_format=torch.channels_last)
+        images = batch[0].to(memory_format=torch.channels_last)
+        steps["plain freezing, channels-last"] = plain_loop(other, (images, batch[1]), loss, chosen)
     sessions = {}
     if device == "cuda":
         sessions["full, graphs"], steps["full, graphs"] = session(copy.deepcopy(model), batch, loss, everything, "graphs")
@@ -103,7 +125,7 @@ def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str
             step()
     for _ in range(setting["repeats"]):
         for way, step in steps.items():
-            row = [seconds_of(step, device) for _ in range(setting["in_a_row"])]
+            row = [taken_by(step, setting) for _ in range(setting["in_a_row"])]
             taken[way].append(row[-1])  # by then the processor's caches hold this way's data
     seconds = {way: typical(several, device) for way, several in taken.items()}
     ran = {way: mine.engine for way, mine in sessions.items()}
@@ -114,11 +136,11 @@ def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown: milliseconds, and in brackets the ratio to plain freezing."""
+    """Markdown: milliseconds, and in brackets the ratio to plain freezing in the faster layout."""
     ways = list(dict.fromkeys(way for c in cells for way in c["seconds"]))
     lines = [f"| network | batch | trained | {' | '.join(ways)} | auto took |", "|" + "---|" * (len(ways) + 4)]
     for c in cells:
-        plain = c["seconds"]["plain freezing"]
+        plain = plain_of(c["seconds"])
         row = [
             f"{c['seconds'][way] * 1e3:.2f} ms ({c['seconds'][way] / plain:.2f})" if way in c["seconds"] else "" for way in ways
         ]
@@ -139,8 +161,9 @@ def main() -> None:
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
     parser.add_argument("--ways", nargs="+", default=None, help="engines to try, like 'prefix, cache' or 'lean+graphs'")
     parser.add_argument("--repeats", type=int, default=None)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     cuda = args.device == "cuda"
     if args.quick:
         args.networks, args.batches = args.networks or ["mobilenet_v2"], args.batches or [8]
@@ -152,6 +175,8 @@ def main() -> None:
         "in_a_row": 3,
         "ways": args.ways or list(ON_CUDA if cuda else ON_CPU),
     }
+    if not cuda:
+        setting |= {"threads": args.threads, "onnxruntime": find_spec("onnxruntime") is not None}
     out = record.out(args, "step")
     done = record.load(out, setting)
     known = {(c["network"], c["batch"], c["chosen"]) for c in done}

@@ -35,7 +35,7 @@ from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.ranks import Ranks
-from pliant.session.feedback import DWELL, Feedback, Round
+from pliant.session.feedback import DWELL, Feedback, Round, Turns
 from pliant.signals.drift import Drift, latest
 
 Probe = Callable[[int], dict[Unit, float]]
@@ -242,8 +242,8 @@ class Controller:
         """Another selection for the same round, if steps miss the budget, and what the log should say of it.
 
         `change_seconds` is what another selection costs beside its steps. A share of the time is one of a full step on the
-        device as it is now, so a few steps take turns with full steps before it is corrected: `measure_full` takes one and
-        returns its seconds.
+        device as it is now, so a few steps take turns with full steps before it is corrected, where what steps miss is more
+        than that costs: `measure_full` takes one and returns its seconds.
         """
         if self.selection is None or self._pending is not None:
             return None, None
@@ -256,9 +256,12 @@ class Controller:
             return None, None
         if self.feedback.turns is None:
             left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
-            if not self.feedback.may_correct(asked, change_seconds, left):
+            # With a limit on memory there is no room for a full step.
+            in_turn = self._is_share(now) and self.policy.budget.memory is None
+            cost = change_seconds + (Turns.STEPS * self.prices(mode).full.seconds if in_turn else 0.0)
+            if not self.feedback.may_correct(asked, cost, left):
                 return None, None
-            self.feedback.correcting(self._is_share(now) and self.policy.budget.memory is None)  # there is room for a full step
+            self.feedback.correcting(in_turn)
         note = None
         if self.feedback.turns is not None:
             if self.feedback.turns.goes_on(measure_full()):

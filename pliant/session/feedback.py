@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 OVER, UNDER = 0.02, 0.10  # of what is aimed at: the band in which nothing is corrected
 DWELL = 10  # steps until the first correction of a round; each one doubles it
@@ -67,6 +67,8 @@ class Turns:
 
     The first full step does not count: it finds none of its weights in the caches.
     """
+
+    STEPS: ClassVar[int] = ENOUGH + 1  # full steps of a comparison
 
     mine: list[float] = field(default_factory=list)
     full: list[float] = field(default_factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,20 @@ def test_custom_kernels_run_after_the_runtime(monkeypatch: pytest.MonkeyPatch) -
     assert len(ran) >= 6 and len(models_of(session._engine._prefix)) == 1 and session.why_not == {}
     _, plain = train(small(), "plain", batches(4))
     torch.testing.assert_close(ours, plain, **NEAR)
+
+
+def test_many_boundaries_leave_nothing_alive() -> None:
+    model, batch, alive = small().eval(), batches(1)[0], []
+    prefix = Prefix(model, runtime=OnnxRuntime())
+    for i in range(36):
+        model.requires_grad_(False)
+        list(model.parameters())[-1 - i % 12].requires_grad_(True)
+        for _ in range(3):
+            prefix.run(lambda: loss(model, batch), batch)
+        if i % 12 == 11:
+            gc.collect()
+            alive.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+    assert len(models_of(prefix)) == 8 and max(alive) <= alive[0] + 3
 
 
 def test_a_feature_cache_is_filled_by_the_runtime() -> None:
