@@ -2,7 +2,7 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | update gain | measured | coverage | on drift |
+| `pliant` | layers | agreement | measured | coverage | after the head, then on drift |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
@@ -36,18 +36,22 @@ def pliant(
     energy: Limit = None,
     *,
     when: Schedule | None = None,
+    head_first: float = 0.1,
     seed: int = 0,
 ) -> Policy:
-    """Ours, and the default: whole layers that cover their neighbours, inside every budget at once, chosen again on drift."""
+    """Ours, and the default: the head first, then whole layers whose gradients agree between batches, inside every budget at
+    once, chosen again on drift. With `head_first=0` layers are chosen before the first step, from one batch.
+    """
     return Policy(
         units.layers(),
-        score.update_gain(),
+        score.agreement(),
         timed,
         solve.coverage(),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
         Budget(time=time, memory=memory, macs=macs, energy=energy),
         seed=seed,
         name="pliant",
+        head_first=head_first,
     )
 
 
@@ -55,7 +59,8 @@ def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: in
     """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227."""
     gain = score.update_gain()
     when = when or schedule.every(epochs=3)
-    return Policy(units.tensors(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_trainer")
+    name, budget = "elastic_trainer", Budget(time=time)
+    return Policy(units.tensors(), gain, timed, solve.knapsack(), when, budget, seed=seed, name=name, norm="frozen")
 
 
 def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Peaks | None = None, seed: int = 0) -> Policy:
@@ -67,7 +72,8 @@ def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Pe
     gain = score.update_gain()
     when = when or schedule.every(epochs=3)
     cost = timed if peaks is None else modelled(peaks)
-    return Policy(units.layers(), gain, cost, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_layers")
+    name, budget = "elastic_layers", Budget(time=time)
+    return Policy(units.layers(), gain, cost, solve.knapsack(), when, budget, seed=seed, name=name, norm="frozen")
 
 
 def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:

@@ -16,7 +16,7 @@ from pliant.core.budget import Budget, Progress
 from pliant.core.errors import ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
-from pliant.cost.measure import FullStep, inference_bytes, power
+from pliant.cost.measure import inference_bytes, power
 from pliant.cost.profile import Profile
 from pliant.engine.around import around_forward
 from pliant.engine.engine import Engine
@@ -24,14 +24,16 @@ from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
-from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.memory import resident
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, leave_out_unheld
+from pliant.session.beginning import BATCHES, Beginning
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
+from pliant.session.full_steps import FullSteps
+from pliant.session.norms import Norms
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
 from pliant.session.user_flags import UserFlags
@@ -47,7 +49,7 @@ class Loop:
         loss: Loss,
         engine: Engine,
         controller: Controller,
-        norms: BatchNormModes,
+        norms: Norms,
         update: Update,
         log: RunLog,
         undo: Undo | None,
@@ -62,12 +64,13 @@ class Loop:
         self.steps = 0
         self._probe_on = probe
         self.flags = UserFlags(model, self.params)
+        self.beginning = Beginning()
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
         self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
         self._elements = 0  # of the batch whose step is measured
-        self._full_step: FullStep | None = None  # while steps take turns with full steps
+        self._full_steps = FullSteps(model, loss, self.params, update, norms, self.laps.watch)
         self.change_seconds = 0.0  # what the last change of the selection took
         self.energy: EnergyUse | None = None  # where joules are limited
 
@@ -155,11 +158,12 @@ class Loop:
         batches.check_not_empty(batch)
         self._heed_flags()
         try:
-            few = None if self.norms.is_settled else self._settle_norms(batch)
+            with self.time.not_training("profiling"):
+                notes = self.norms.look(partial(self.loss, self.model, batch), self.controller.profile)
             if not self.controller.units:
                 self._measure(batch, around)
-            if few is not None:
-                self.note(f"norms use their running statistics: a batch has {few:.0f} values per channel")
+            for note in notes:
+                self.note(note)
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
             looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
             if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
@@ -195,6 +199,7 @@ class Loop:
             self.note("step skipped: its gradients are not finite")
         self.steps += 1
         self.log.step(self.steps, self.round, result.loss, result.seconds)
+        self.beginning.see(result.loss)
         if result.bytes is not None:
             self.controller.feedback.see_bytes(result.bytes, self._elements)
             self.log.memory(self.steps, self.round, self.controller.feedback.rounds[-1], result.bytes)
@@ -233,13 +238,6 @@ class Loop:
         self.controller.keep_only(held)
         return text
 
-    def _settle_norms(self, batch: Any) -> float | None:
-        """Decide which statistics norms use; returns the values per channel if they are too few for batch statistics."""
-        with self.time.not_training("profiling"):
-            if self.controller.profile is not None and "norms" in self.controller.profile.origin:
-                self.norms.settle_as_(self.controller.profile.origin["norms"])
-            return self.norms.settle_(lambda: self.loss(self.model, batch))
-
     def settle(self, budget: Budget | None = None, **changed: bool) -> None:
         """Let the engine pick its mode after a change, and the controller follow its prices."""
         before = self.engine.mode
@@ -261,17 +259,6 @@ class Loop:
         if self.energy is not None and self.controller.profile is not None and self.controller.correct:
             seconds = sum(round.seconds for round in self.controller.feedback.rounds)
             self.controller.profile = self.energy.update(self.controller.profile, seconds, self.time.elapsed)
-
-    def _measure_full(self, batch: Any) -> float:
-        """Seconds of a full step now; 0 where this batch is not like the one that costs were measured with."""
-        shapes = ", ".join("×".join(map(str, shape)) for shape in batches.shapes(batch))
-        if self.update.accumulate > 1 or self.profile.origin.get("batch", shapes) != shapes:
-            return 0.0
-        self.norms.release_()
-        if self._full_step is None:
-            what = self.model, self.engine.optimizer, self.loss, self.params, self.laps.watch
-            self._full_step = FullStep(*what, update=self.update, around=self.engine.around)
-        return self._full_step.seconds(batch)
 
     def _measure_bytes(self, batch: Any) -> None:
         """Measure the bytes of the coming step, where that is due."""
@@ -295,7 +282,7 @@ class Loop:
             return self.profile.inference if measured is None else measured
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
-        self.norms.hold_(self.params, chosen, limited=self.budget != Budget())
+        self.norms.hold_(self.params, chosen, self.budget != Budget(), self.controller.units)
 
     # ------------------------------------------------------------ choosing
 
@@ -305,30 +292,45 @@ class Loop:
             self.settle(self.budget)
         start = self.laps.watch.mark()
         cost = self.engine.seconds_per_capture + self.change_seconds
-        measure_full = partial(self._measure_full, batch)
+        measure_full = partial(self._full_steps.seconds, batch, self.engine, self.profile)
         selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full)
         if self.controller.feedback.turns is None:
-            self._full_step = None
+            self._full_steps.end()
         if note is not None:
             self.note(note)
         if selection is not None:
             self._use(selection, start)
+        taken_back = self.beginning.judge_(self.engine.optimizer)
+        if taken_back is not None:
+            self.note(taken_back[0])
+            self.engine.forget()
+            self._use(self.controller.shrink(self.progress, self.engine.mode, taken_back[1]), start)
+        wants = self.policy.signal.needs == "batches" and self._probe_on is None and self.budget.memory is None
+        if wants and self.beginning.waits(batch, *self.controller.is_due_or_soon(self.progress, BATCHES)):
+            return
         try:
             selection = self.controller.next(self.progress, self.engine.mode, partial(self._probe, batch))
         except ProbeError as error:
             if self.controller.selection is None:
                 raise
             self.note(f"probe skipped: {error}")
+            self.beginning.batches = []
             return
         if selection is not None:
+            if selection.round > 0 and not self.beginning.over:
+                may = self.policy.head_first > 0 and (self.undo is not None or self.budget.memory is None)
+                self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), may)
             self._use(selection, start)
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         self.engine.make_room()
-        # BatchNormModes run as they do now; before anything is chosen, as if the head alone were.
-        current = self.selection.params if self.controller.selection is not None else set(self.profile.head)
-        self._hold_norms(current)
-        piece = next(iter(self._probe_on), batch) if self._probe_on is not None else batch
+        pieces = self._probe_on
+        if self.policy.signal.needs == "batches":  # norms run as if everything trained
+            self._hold_norms(self.params)
+            pieces = self.beginning.batches if pieces is None and self.beginning.batches else pieces
+        else:  # norms run as they do now; before anything is chosen, as if the head alone were
+            self._hold_norms(self.selection.params if self.controller.selection is not None else set(self.profile.head))
+        piece = next(iter(pieces), batch) if pieces is not None else batch
         values = signals.probe(
             self.policy.signal,
             self.model,
@@ -341,7 +343,7 @@ class Loop:
             round=round,
             windows=self.controller.windows(self.progress, self.engine.mode, piece),
             around=partial(around_forward, self.engine.mode),
-            pieces=self._probe_on,
+            pieces=pieces,
             freeze=self.freezes,
         )
         self.engine.make_room()  # what lasts, like optimizer state, should not lie among what a probe has freed
@@ -352,7 +354,7 @@ class Loop:
         check_in_groups(self.params, self.engine.optimizer, selection.params)
         self.engine.check(selection.parts, self.engine.optimizer)
         if self.undo is not None:
-            self.undo.keep({name: self.params[name] for name in selection.params})
+            self.undo.keep(self._of(selection))
             if self._state_rule == "drop":
                 self.undo.keep_dropped({n: p for n, p in self.params.items() if n not in selection.params})
         self.log.flush()
@@ -367,6 +369,9 @@ class Loop:
         self.laps.new_round()
         self.change_seconds = self.laps.seconds((start, self.laps.watch.mark()))
         self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, resident())
+
+    def _of(self, selection: Selection) -> dict[str, nn.Parameter]:
+        return {name: self.params[name] for name in selection.params}
 
     def apply_(self, selection: Selection) -> None:
         frozen = self.flags.frozen  # by the user, maybe after this was chosen

@@ -29,6 +29,7 @@ from pliant.session.delta import Undo
 from pliant.session.feedback import Feedback, Round
 from pliant.session.fit import fit
 from pliant.session.loop import Loop
+from pliant.session.norms import Norms
 from pliant.session.run_log import RunLog, display
 
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
@@ -119,7 +120,7 @@ class Session:
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
         self._undo = Undo(model, optimizer) if undo else None
-        norms, log_file = BatchNormModes(model, norm), RunLog(log)
+        norms, log_file = Norms(BatchNormModes(model, policy.norm if norm == "auto" else norm)), RunLog(log)
         parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock
         self._loop = Loop(model, loss, *parts)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps

@@ -50,7 +50,8 @@ def probe(
     """The value of every unit on one batch. Leaves no trace.
 
     With `pieces`, the batch comes in pieces, one after the other, so that a set of any size is scored in the memory of one
-    piece. The Fisher potential is that of the whole set; other signals are averaged over the pieces.
+    piece. The Fisher potential is that of the whole set; `agreement` compares the pieces with each other, which takes one more
+    copy of the gradients; other signals are averaged over the pieces.
 
     Gradients stream: each is scored and freed as it appears. With `windows`, parameters are scored window by window, each in
     passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
@@ -83,6 +84,9 @@ def probe(
                 for name, potential in potentials(model, names, chosen, parts, scale, stream.run).items():
                     tally.add(replace(blank[name], potential=potential))
                 continue
+            if signal.needs == "batches" and len(parts) > 1:
+                _compare(stream, parts, blank, tally)
+                continue
             for part in parts:
                 stream.run(part, lambda name, grad: tally.add(_scored(blank[name], grad, update), 1 / len(parts)))
     if scale == 1.0 and tally.is_spoilt:  # a scale that is too large is the scaler's matter
@@ -109,6 +113,21 @@ def watch(params: Mapping[str, torch.Tensor], units: Sequence[Unit]) -> dict[str
     return {unit.name: sum(square.get(name, 0.0) for name in unit.params) for unit in units}
 
 
+def _compare(stream: _Stream, parts: Pieces, blank: Mapping[str, Seen], tally: _Tally) -> None:
+    """Score each piece but the first against the mean gradient of the pieces before it."""
+    sums: dict[str, torch.Tensor] = {}
+    for turn, part in enumerate(parts):
+
+        def take(name: str, grad: torch.Tensor, turn: int = turn) -> None:
+            if name not in sums:
+                sums[name] = grad.clone()
+                return
+            tally.add(replace(blank[name], grad=grad, others=sums[name] / turn), turn=turn)
+            sums[name] += grad
+
+        stream.run(part, take)
+
+
 class _Tally:
     """Adds up worths by unit, on the device, until they are asked for."""
 
@@ -120,12 +139,15 @@ class _Tally:
             for part in unit.parts:
                 self._parts.setdefault(part.param, []).append((i, part))
         self._found: list[tuple[int, torch.Tensor]] = []
+        self._turns: list[int] = []
 
-    def add(self, seen: Seen, weight: float = 1.0) -> None:
+    def add(self, seen: Seen, weight: float = 1.0, turn: int = 0) -> None:
+        """Add what a parameter is worth. With several turns, each is an estimate of the same."""
         with torch.no_grad():
             worth = self._signal.worth(seen)
             for i, part in self._parts.get(seen.name, ()):
                 self._found.append((i, _of_part(worth, part, seen.weight.shape).double() * weight))
+                self._turns.append(turn)
 
     @property
     def is_spoilt(self) -> bool:
@@ -133,13 +155,17 @@ class _Tally:
         return bool(self._found) and not any(bool(amount.isfinite()) for _, amount in self._found)
 
     def values(self) -> dict[Unit, float]:
-        totals = [0.0] * len(self._units)
+        many = len(set(self._turns)) or 1
+        totals = np.zeros((many, len(self._units)))
         if self._found:
             device = self._found[0][1].device
             amounts = torch.stack([amount.to(device) for _, amount in self._found]).tolist()
-            for (i, _), amount in zip(self._found, amounts, strict=True):
-                totals[i] += amount
-        return dict(zip(self._units, (t if math.isfinite(t) else math.nan for t in totals), strict=True))
+            for (i, _), turn, amount in zip(self._found, self._turns, amounts, strict=True):
+                totals[turn - min(self._turns), i] += amount
+        worth = totals.mean(axis=0)
+        if many > 1:  # what is sure of it
+            worth -= totals.std(axis=0, ddof=1) / many**0.5
+        return dict(zip(self._units, (t if math.isfinite(t) else math.nan for t in worth.tolist()), strict=True))
 
 
 def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
