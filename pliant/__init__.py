@@ -16,7 +16,7 @@ from pliant.moved import install_short_names
 from pliant.planning import recipes, solve
 from pliant.planning.plan import plan
 from pliant.planning.policy import Policy
-from pliant.runtime import energy
+from pliant.runtime import energy, losses
 from pliant.runtime.sample_ids import with_ids
 from pliant.session.session import Session
 
@@ -39,6 +39,7 @@ __all__ = [
     "Session",
     "Unit",
     "energy",
+    "losses",
     "measure",
     "plan",
     "recipes",

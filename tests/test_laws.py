@@ -45,13 +45,17 @@ RECIPES: dict[str, Callable[[float], Policy]] = {
     "freeze_out": lambda s: recipes.freeze_out(start=0.3, when=OFTEN),
     "lisa": lambda s: recipes.lisa(layers=1, steps=2),
     "badam": lambda s: recipes.badam(steps=2, order="random"),
+    "tent": lambda s: recipes.tent(),
+    "gala": lambda s: recipes.gala(window=3),
 }
 # Solvers that promise the best choice, and what norms do: `pliant` chooses otherwise where they rest.
 _EXACT = ("pliant", "elastic_trainer", "elastic_layers", "green_trainer")
 EXACTLY = [*((recipe, "chosen") for recipe in _EXACT), ("pliant", "frozen")]  # and what batch norms do
+WITH_NORMS = ("conv_net", "branches", "transformer")
 NOT_THERE = {
     ("bias", "functional"),  # no parameter of this model is called bias
     ("tinytrain", "functional"),  # nor is there a layer whose channels could be told apart
+    *(("tent", model) for model in ZOO if model not in WITH_NORMS),
 }
 ROWS = [(recipe, model) for recipe in RECIPES for model in ZOO if (recipe, model) not in NOT_THERE]
 table = pytest.mark.parametrize(("recipe", "model_name"), ROWS, ids=[f"{r}-{m}" for r, m in ROWS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -38,6 +39,7 @@ def plan(
         options = Options(model=model, **given)
         check_data("--data", options.data)
         policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
+        policy = replace(policy, head_first=0.0)  # what a run chooses once its head has trained, as far as one batch tells
         task = load_task(options)
         tasks.check_names(options.recipe, task.model)
         with tasks.session(

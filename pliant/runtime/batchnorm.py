@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from pliant.runtime.norm_statistics import NormStatistics, distance
+from pliant.runtime.norm_statistics import LOOKS, NormStatistics, distance
 from pliant.runtime.sandbox import sandbox
 from pliant.runtime.torch_internals import BatchNormBase, NormBase
 
@@ -105,7 +105,7 @@ class BatchNormModes:
     def statistics(self) -> NormStatistics:
         """The running statistics that may be re-estimated: with "auto" those that were learned, of norms that may train."""
         norms = {name: norm for name, norm in self._learned().items() if self._wanted[name]}
-        return NormStatistics(self.model, norms if self.rule == "auto" else {})
+        return NormStatistics(self.model, norms, looks=0 if self.rule == "auto" else LOOKS)
 
     def hold_(
         self, among: Collection[str], chosen: Collection[str], limited: bool = True, behind: Collection[str] = ()

@@ -24,7 +24,6 @@ UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
 _FEW = 8  # steps of the head alone: fewer make no learning curve
-_CURVE = math.log(7 / 3) / math.log(3)  # from the middles of the head's two halves (1/4 and 3/4) to 7/4, on a power law
 
 
 def length(share: float, total: int | None) -> int:
@@ -35,10 +34,16 @@ def length(share: float, total: int | None) -> int:
 
 
 def expected(losses: list[float]) -> float:
-    """Where the loss of the head would be after as many steps again, in their second half, on a power law of steps."""
+    """Where the head's own curve leads: its mean loss in the second half of as many steps again, on a power law of steps.
+
+    With L(t) = a·t^(q−1) the means over four equal spans are as 1 : 2^q − 1 : 3^q − 2^q : 4^q − 3^q. The first two give q.
+    """
     half = len(losses) // 2
-    early, late = (sum(part) / len(part) for part in (losses[:half], losses[half:]))
-    return late * min(late / early, 1.0) ** _CURVE if early > 0 and late > 0 else late
+    early, late = (_mean(part) for part in (losses[:half], losses[half:]))
+    if not 0 < late < early:
+        return late
+    q = math.log2(1 + late / early)
+    return float(early * (4**q - 3**q))
 
 
 class Beginning:
@@ -65,7 +70,6 @@ class Beginning:
 
     def chose(self, model: nn.Module, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], may: bool) -> None:
         """The first selection comes into force. It is judged if the head's steps were enough, and there `may` be a copy."""
-        self.batches = []
         self.over = not may or len(self._losses) < _FEW
         if not self.over:
             self._after, self._undo = [], Undo(model, optimizer)

@@ -317,6 +317,7 @@ class Loop:
             self.beginning.batches = []
             return
         if selection is not None:
+            self.beginning.batches = []
             if selection.round > 0 and not self.beginning.over:
                 may = self.policy.head_first > 0 and (self.undo is not None or self.budget.memory is None)
                 self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), may)

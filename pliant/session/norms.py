@@ -40,6 +40,8 @@ class Norms:
 
     def estimate(self, runs: Iterable[Run]) -> str:
         """Re-estimate running statistics on given batches. Returns what the log should say."""
+        if not self._statistics.norms:
+            raise ValueError("this model has no batch norm with statistics from training: there is nothing to re-estimate.")
         return f"norm statistics were re-estimated over {self._statistics.estimate_(runs)} given batches"
 
     def hold_(self, params: Collection[str], chosen: Collection[str], limited: bool, units: Sequence[Unit]) -> None:

@@ -139,15 +139,19 @@ class _Tally:
             for part in unit.parts:
                 self._parts.setdefault(part.param, []).append((i, part))
         self._found: list[tuple[int, torch.Tensor]] = []
-        self._turns: list[int] = []
+        self._turns: list[int] = []  # of each that was found
+        self._sizes: list[tuple[int, torch.Tensor]] = []  # squared weights, where there are turns
 
     def add(self, seen: Seen, weight: float = 1.0, turn: int = 0) -> None:
-        """Add what a parameter is worth. With several turns, each is an estimate of the same."""
+        """Add what a parameter is worth. With turns (from 1), each is an estimate of the same."""
         with torch.no_grad():
             worth = self._signal.worth(seen)
             for i, part in self._parts.get(seen.name, ()):
                 self._found.append((i, _of_part(worth, part, seen.weight.shape).double() * weight))
                 self._turns.append(turn)
+                if turn == 1:
+                    square = _of_part(seen.weight.abs().float().square(), part, seen.weight.shape)
+                    self._sizes.append((i, square.double().to(self._found[0][1].device)))
 
     @property
     def is_spoilt(self) -> bool:
@@ -155,17 +159,28 @@ class _Tally:
         return bool(self._found) and not any(bool(amount.isfinite()) for _, amount in self._found)
 
     def values(self) -> dict[Unit, float]:
-        many = len(set(self._turns)) or 1
-        totals = np.zeros((many, len(self._units)))
-        if self._found:
-            device = self._found[0][1].device
-            amounts = torch.stack([amount.to(device) for _, amount in self._found]).tolist()
-            for (i, _), turn, amount in zip(self._found, self._turns, amounts, strict=True):
-                totals[turn - min(self._turns), i] += amount
-        worth = totals.mean(axis=0)
-        if many > 1:  # what is sure of it
-            worth -= totals.std(axis=0, ddof=1) / many**0.5
+        device = self._found[0][1].device if self._found else None
+        amounts = torch.stack([amount.to(device) for _, amount in self._found]).tolist() if self._found else []
+        if self._sizes:
+            worth = self._agreed(amounts)
+        else:
+            worth = np.zeros(len(self._units))
+            np.add.at(worth, [i for i, _ in self._found], amounts)
         return dict(zip(self._units, (t if math.isfinite(t) else math.nan for t in worth.tolist()), strict=True))
+
+    def _agreed(self, amounts: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """What is sure of several estimates, relative to the unit's weights. Turn k compares with the mean of k batches, so its
+        variance is a k-th of the first one's: weighted by k, the mean is that over all pairs of batches."""
+        turns = np.zeros((max(self._turns), len(self._units)))
+        for (i, _), turn, amount in zip(self._found, self._turns, amounts, strict=True):
+            turns[turn - 1, i] += amount
+        weights = np.arange(1, len(turns) + 1)[:, None]
+        mean = (weights * turns).sum(axis=0) / weights.sum()
+        if len(turns) > 1:
+            mean -= np.sqrt((weights * (turns - mean) ** 2).sum(axis=0) / (len(turns) - 1) / weights.sum())
+        sizes = np.zeros(len(self._units))
+        np.add.at(sizes, [i for i, _ in self._sizes], torch.stack([size for _, size in self._sizes]).tolist())
+        return mean / np.maximum(sizes, 1e-30)
 
 
 def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:

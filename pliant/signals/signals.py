@@ -55,11 +55,11 @@ def update_gain() -> Signal:
 
 
 def agreement() -> Signal:
-    """What batches agree on: Σ g·g', g: the gradient of one batch, g': the mean gradient of others, less one standard error.
+    """What batches agree on: (Σ g·g' less one standard error) / Σ w², g: the gradient of one batch, g': that of another.
 
     That is the first-order drop of the loss on batches that a gradient step has not seen. Where a unit's gradients are noise,
-    or fit single samples, it is zero or less: to train that unit helps no other data. With a single batch nothing can be
-    compared, and it is Σ g².
+    or fit single samples, it is zero or less: to train that unit helps no other data. Relative to the weights, as in
+    "Surgical fine-tuning", arXiv 2210.11466. With a single batch nothing can be compared, and it is Σ g².
     """
 
     def worth(seen: Seen) -> torch.Tensor:
@@ -81,6 +81,29 @@ def fisher() -> Signal:
 def grad_norm() -> Signal:
     """Σ g²: the squared gradient norm (squared, so that a layer's is the sum of its tensors')."""
     return Signal("grad_norm", lambda seen: _squares(_grad(seen)))
+
+
+def alignment(window: int = 20) -> Signal:
+    """The cosine of a tensor's new step down its gradient and its way since the window began; 0 at the beginning.
+
+    A window has so many probes. Its beginning is not saved: a run that is resumed begins a new one. GALA, arXiv 2404.03784.
+    """
+    if window < 2:
+        raise ValueError(f"alignment(window={window}): at least two probes.")
+    anchors: dict[str, torch.Tensor] = {}
+    probes: dict[str, int] = {}
+
+    def worth(seen: Seen) -> torch.Tensor:
+        number = probes[seen.name] = probes.get(seen.name, -1) + 1
+        anchor = anchors.get(seen.name)
+        if number % window == 0 or anchor is None or anchor.shape != seen.weight.shape:
+            anchors[seen.name] = seen.weight.clone()
+            return _nothing(seen)
+        way, grad = _single(seen.weight - anchor), _grad(seen)
+        lengths = way.norm() * grad.norm()
+        return (-(grad.conj() * way).real.sum() / lengths.clamp(min=1e-30)).reshape(1)
+
+    return Signal("alignment", worth)
 
 
 def weight_norm() -> Signal:
