@@ -107,6 +107,16 @@ SECTIONS = (
         ("layers_vs_tensors_cpu", "layers_vs_tensors_h200"),
     ),
     Section(
+        "Networks in a world that changed",
+        """A network tuned on Pets adapts to five images per class after a shift of the input, the features, the labels, its own
+weights, or the classes. Test accuracies in percent. *Worst*: the lowest difference to the better of `nothing` and `head`.
+Arms other than `head` and `pliant` have one seed and two rates. Not run yet: `middle`, `lora`, `elastic_trainer`, most arms at
+0.5, shares of time. This version ranked layers by agreement without the weights' size, and kept the norms of `elastic_layers`
+on running statistics, with which it diverges at these rates ([notebook](notebook.md)).""",
+        "python benchmarks/shift.py --data DIR --device cuda --jobs 15 --steps 200",
+        ("shift_h200",),
+    ),
+    Section(
         "Channels of a layer",
         "A quarter of the channels: time of the weight gradient, and bytes of gradient and optimizer state.",
         "python benchmarks/slices.py",

@@ -4,12 +4,12 @@
     python benchmarks/shift.py --data DIR --device cuda --by time    # shares of measured time in place of MACs
     python benchmarks/shift.py --data DIR --quick                    # three shifts, a few images: a minute or two on a CPU
 
-A network is tuned on a set of images, then one thing changes (`shift_data.py`), and it adapts to some labelled images of the new
-world. Every arm (`shift_arms.py`) takes the same number of steps on the same batches: SGD with momentum and a cosine schedule.
-Seed 0 runs at every learning rate, and the rate with the best validation accuracy is that of the other seeds. The table has test
-accuracies: for each shift, their mean over shifts, and the worst of the differences to the better of `nothing` and `head`. A
-second one compares `pliant` with `head` at each rate. All arms but the first two are a `Session` with the default `norm="auto"`,
-unless their recipe has its own rule.
+A network is tuned on a set of images, then one thing changes (`shift_data.py`), and it adapts to some labelled images of the
+new world. Every arm (`shift_arms.py`) takes the same number of steps on the same batches: SGD with momentum and a cosine
+schedule. Seed 0 runs at every learning rate, and the rate with the best validation accuracy is that of the other seeds. The
+table has test accuracies: for each shift, their mean over shifts, and the worst of the differences to the better of `nothing`
+and `head`. The last one compares `pliant` with `head` at each rate. All arms but the first two are a `Session` with the
+default `norm="auto"`, unless their recipe has its own rule.
 
 Cost is what the plan says of a step in MACs, over a full step. Seconds include measuring, probing and choosing, but no
 evaluation; they are those of runs side by side unless `--jobs 1`.

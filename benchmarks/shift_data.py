@@ -2,14 +2,14 @@
 
 | family | shift | what is different |
 |---|---|---|
-| input | noise, blur, contrast, brightness, inversion, colour, saturation, vignette, pixels | the images, as another camera takes them |
+| input | noise, blur, contrast, brightness, inversion, colour, saturation, vignette, pixels | images of another camera |
 | features | subclasses | classes are made of sub-classes, and others of them come |
 | labels | permuted | every class has another label |
 | damage | noised, rounded | weights of one stage: noise of half their scatter, or rounded to four bits |
 | classes | classes | the classes are new: the network before it was tuned, with a new head |
 
-The training images of every class are cut into three parts, the same for all runs: the network is tuned on one; the labelled images
-after the shift come from the second, and the learning rate is picked on the third. Test images are those of the set.
+The training images of every class are cut into three parts, the same for all runs: the network is tuned on one; the labelled
+images after the shift come from the second, and the learning rate is picked on the third. Test images are those of the set.
 """
 
 from __future__ import annotations

