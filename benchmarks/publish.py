@@ -89,6 +89,20 @@ SECTIONS = (
         ("step_cpu", "step_arm_cpu", "step_h200"),
     ),
     Section(
+        "Language models in Trainer",
+        """Whole steps of Hugging Face Trainer, 8 × 512 random tokens, bfloat16, networks of these shapes with random weights.
+Memory is the peak beyond weights and beyond inference. LoRA: rank 16 on queries and values, by peft.""",
+        "python benchmarks/language.py --device cuda --parts step",
+        ("language_step_h200",),
+    ),
+    Section(
+        "Several processes",
+        """Two gloo processes against one with the same global batches, in float64. *Off by*: the largest difference.
+Second table: a step that trains the last half of a network, by the way that its gradients are averaged.""",
+        "python benchmarks/processes.py",
+        ("processes_cpu",),
+    ),
+    Section(
         "Whole runs on each engine",
         "EfficientNet-Lite0 on handwritten digits, the last quarter of the parameter tensors trained.",
         "python benchmarks/end_to_end.py      # GPU: --device cuda",
@@ -127,6 +141,15 @@ on running statistics, with which it diverges at these rates ([notebook](noteboo
         "Memory and MACs with one image per pass, and the time of a whole task.",
         "python benchmarks/fewshot_costs.py --data DIR",
         ("fewshot_costs_cpu",),
+    ),
+    Section(
+        "Fleets",
+        """Federated training on a simulated clock ([fleets](fleets.md)): devices one to four times as slow as this machine.
+*Late* are client rounds that end after the deadline; a round waits for them. *Sent back* is the mean of a client's round.
+Accuracies are means over three rounds. Second table: `kill -9` at random moments. Third: what a server and its links need;
+the last columns multiply one update by the devices of a round.""",
+        "python benchmarks/fleets.py; python benchmarks/fleet_kills.py; python benchmarks/fleet_server.py",
+        ("fleet_digits_cpu", "fleet_kills_cpu", "fleet_server_cpu"),
     ),
     Section(
         "Faults and hostile files",

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 
+from pliant.engine.kernels import channels_last
 from pliant.engine.prefix import onnx_runtime
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
@@ -49,6 +50,13 @@ def one_dnn() -> Iterator[None]:
 def no_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests do not depend on whether ONNX Runtime is installed; those in extras/test_ort.py are about it."""
     monkeypatch.setattr(onnx_runtime, "is_installed", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def no_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not depend on the processor; those in test_channels_last.py are about custom kernels for x86-64, which round
+    otherwise than PyTorch's."""
+    monkeypatch.setattr(channels_last, "PAYS_HERE", False)
 
 
 @pytest.fixture

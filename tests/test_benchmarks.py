@@ -31,11 +31,12 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def is_public(module: str, name: str | None = None) -> bool:
     """Whether users may import this module, or this name from it: what `pliant` and its public modules export."""
+    is_integration = module.startswith("pliant.integrations.") and module.count(".") == 2
     if name is None:
-        return module == "pliant" or module in ROOM_OF
+        return module == "pliant" or module in ROOM_OF or is_integration
     if module == "pliant":
         return name in pliant.__all__ or f"pliant.{name}" in ROOM_OF
-    if module not in ROOM_OF:
+    if module not in ROOM_OF and not is_integration:
         return False
     there = importlib.import_module(module)
     own = [key for key, value in vars(there).items() if getattr(value, "__module__", there.__name__) == there.__name__]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pliant import Session, recipes
+from pliant.engine.kernels.arm import processor as arm
 from pliant.engine.prefix import onnx_runtime
 from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, runtime_for
 from pliant.engine.prefix.prefix import Prefix
@@ -132,7 +133,7 @@ def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch)
 )
 def test_it_serves_the_models_that_it_was_measured_on(model: nn.Module, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
-    monkeypatch.setattr(onnx_runtime, "is_slow_here", lambda model: False)
+    monkeypatch.setattr(arm, "SLOW_HERE", False)
     assert (runtime_for(model) is not None) == serves
-    monkeypatch.setattr(onnx_runtime, "is_slow_here", lambda model: True)  # custom kernels are there
+    monkeypatch.setattr(arm, "SLOW_HERE", True)  # custom kernels are as fast there
     assert runtime_for(model) is None

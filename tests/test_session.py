@@ -144,6 +144,7 @@ def test_tensors_leave_and_come_back() -> None:
     assert came_back
 
 
+@pytest.mark.filterwarnings("ignore:session.before_step was called twice")  # nothing needs to be learned here
 def test_what_is_not_chosen_and_not_on_the_way_does_not_run() -> None:
     model, ran = make(), Counter[str]()
 

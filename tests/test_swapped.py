@@ -21,7 +21,7 @@ from pliant.cost.step_timing import StepTiming
 from pliant.engine.engine import Engine
 from pliant.engine.kernels.arm import depthwise, pointwise
 from pliant.engine.kernels.arm import processor as arm
-from pliant.engine.kernels.arm.switch import Swapped, is_slow_here
+from pliant.engine.kernels.switch import Swapped, is_slow_here
 from pliant.engine.slices.slices import Slices
 from pliant.graph.backward import walk
 from pliant.runtime.optimizer_step import Update

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from pliant.core.mode import Mode
-from pliant.engine.kernels.arm.switch import Swapped
+from pliant.engine.kernels.switch import Swapped
 from pliant.engine.lean.lean import Lean
 from pliant.engine.slices.slices import Sliced, Slices
 from pliant.runtime.compiled import eager

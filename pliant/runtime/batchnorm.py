@@ -81,6 +81,11 @@ class BatchNormModes:
         return {name: module for name, module in self._norms.items() if _has_learned(module)}
 
     @property
+    def has_any(self) -> bool:
+        """Whether there are norms whose mode is held."""
+        return bool(self._norms) and self.rule != "as-is"
+
+    @property
     def is_settled(self) -> bool:
         return self.rule != "auto" or self._frozen is not None
 

@@ -11,17 +11,19 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pliant.core.budget import RESOURCES, Budget, Progress
+from pliant.core.budget import Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit, narrowed
 from pliant.cost.charge import ChargeKind
 from pliant.cost.kept_profiles import recall
+from pliant.cost.limited import is_counted
 from pliant.cost.measure import facts, origin, read_graph
 from pliant.cost.profile import Profile
 from pliant.engine.kernels.prices import PRICES
@@ -33,6 +35,7 @@ from pliant.planning.windows import windows
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
+from pliant.runtime.ranks import Ranks
 from pliant.session import beginning
 from pliant.session.feedback import DWELL, Feedback, Round
 from pliant.signals.drift import Drift, latest
@@ -72,6 +75,7 @@ class Controller:
         update: Update,
         norm: NormRule,
         around: Around,
+        ranks: Ranks,
     ) -> str | None:
         """Measure costs and name the units, on the first batch. Every parameter must be as the user left it.
 
@@ -79,15 +83,16 @@ class Controller:
         an earlier run are not measured again. Returns what the log should say of that.
         """
         note = None
-        graph = read_graph(model, loss, batch, norm)
+        graph = read_graph(model, loss, batch, norm, kernels=is_counted(model, self.policy.budget))
         units = self.policy.units(graph)
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
-            short = self.policy.budget.memory is not None and update.scaler is None
+            spare = self.policy.budget if self.policy.budget.memory is not None and update.scaler is None else None
             whole = all(part.dim is None for unit in units for part in unit.parts)
-            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "short": short}
+            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "spare": spare}
             what = self.policy.cost, model, optimizer, loss, batch
-            self.profile, note = recall(*what, **how, around=around if whole else nullcontext)
+            recalled = partial(recall, *what, **how, around=around if whole else nullcontext)
+            self.profile, note = ranks.each(recalled)[0] if ranks.shards else ranks.first(recalled)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         if facts(graph):  # also where the profile is of another loss
@@ -351,7 +356,7 @@ class Controller:
 
     def _budget_moved(self, now: Progress, mode: Mode) -> bool:
         """Whether a budget that is a function of progress has moved away from the one that was planned for."""
-        if self.selection is None or not any(callable(getattr(self.policy.budget, kind)) for kind in RESOURCES):
+        if self.selection is None or not self.policy.budget.moves:
             return False
         planned = self.selection.asked
         limits = self._budget(mode).limits(self.prices(mode).full, now)

@@ -1,4 +1,4 @@
-"""Full steps that the run's own steps take turns with, to learn what a full step takes now."""
+"""Full steps that take turns with those of a run, so that a share of the time is one of the device as it is now."""
 
 from __future__ import annotations
 
@@ -8,36 +8,48 @@ from typing import Any
 from torch import nn
 
 from pliant.cost.measure import FullStep
-from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
-from pliant.runtime.clock import Watch
+from pliant.runtime.clock import Laps
 from pliant.runtime.optimizer_step import Update
+from pliant.runtime.ranks import Ranks
 from pliant.session.norms import Norms
 
 
 class FullSteps:
-    """One `FullStep`, made when it is first needed and kept until the turns end."""
+    """Times full steps of one model, and leaves no trace."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, params: Mapping[str, nn.Parameter], update: Update, norms: Norms, watch: Watch
+        self,
+        model: nn.Module,
+        loss: Loss,
+        params: Mapping[str, nn.Parameter],
+        engine: Engine,
+        norms: Norms,
+        update: Update,
+        laps: Laps,
+        ranks: Ranks,
     ) -> None:
-        self._model, self._loss, self._params = model, loss, params
-        self._update, self._norms, self._watch = update, norms, watch
-        self._step: FullStep | None = None
+        self._what = model, loss, params
+        self._engine, self._norms, self._update, self._laps, self._ranks = engine, norms, update, laps, ranks
+        self._step: FullStep | None = None  # while steps take turns
 
-    def seconds(self, batch: Any, engine: Engine, profile: Profile) -> float:
-        """Seconds of a full step now; 0 where this batch is not like the one that costs were measured with."""
+    def end(self) -> None:
+        """No more of them for now: free what they hold."""
+        self._step = None
+
+    def seconds(self, batch: Any, origin: Mapping[str, Any]) -> float:
+        """Seconds of one now; 0 where this batch is not like that of `origin`, or where a step needs all processes."""
+        return 0.0 if self._ranks.shards else self._ranks.first(lambda: self._seconds(batch, origin))
+
+    def _seconds(self, batch: Any, origin: Mapping[str, Any]) -> float:
         shapes = ", ".join("×".join(map(str, shape)) for shape in batches.shapes(batch))
-        if self._update.accumulate > 1 or profile.origin.get("batch", shapes) != shapes:
+        if self._update.accumulate > 1 or origin.get("batch", shapes) != shapes:
             return 0.0
         self._norms.release_()
         if self._step is None:
-            what = self._model, engine.optimizer, self._loss, dict(self._params), self._watch
-            self._step = FullStep(*what, update=self._update, around=engine.around)
+            model, loss, params = self._what
+            what = model, self._engine.optimizer, loss, params, self._laps.watch
+            self._step = FullStep(*what, update=self._update, around=self._engine.around)
         return self._step.seconds(batch)
-
-    def end(self) -> None:
-        """The turns are over."""
-        self._step = None

@@ -8,6 +8,7 @@ from typing import Any
 from pliant.core.types import Unit
 from pliant.cost.profile import Profile
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
+from pliant.runtime.ranks import Ranks
 
 Run = Callable[[], Any]  # one forward pass, up to the loss
 
@@ -15,10 +16,16 @@ Run = Callable[[], Any]  # one forward pass, up to the loss
 class Norms:
     """`BatchNormModes` as a run uses them, and `NormStatistics` over its first batches."""
 
-    def __init__(self, modes: BatchNormModes) -> None:
-        self._modes = modes
+    def __init__(self, modes: BatchNormModes, ranks: Ranks) -> None:
+        """With several processes nothing is re-estimated by itself: each sees other batches."""
+        self._modes, self._ranks = modes, ranks
         self._statistics = modes.statistics()
         self._behind: tuple[Collection[str], frozenset[str]] | None = None  # what is chosen, and all up to there from the loss
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a norm whose mode is set here."""
+        return self._modes.has_any
 
     @property
     def priced(self) -> NormRule:
@@ -28,12 +35,15 @@ class Norms:
     def look(self, run: Run, profile: Profile | None) -> list[str]:
         """Decide, from forward passes on this batch, what is not decided yet. Returns what the log should say."""
         notes = []
-        if self._statistics.is_due:
+        if self._statistics.is_due and self._ranks.is_alone:
             notes.append(self._statistics.see_(run))
         if not self._modes.is_settled:
             if profile is not None and "norms" in profile.origin:
                 self._modes.settle_as_(profile.origin["norms"])
             few = self._modes.settle_(run)
+            if not self._ranks.is_alone:
+                few, frozen = self._ranks.first(lambda: (few, self._modes.state()))
+                self._modes.load(frozen)
             if few is not None:
                 notes.append(f"norms use their running statistics: a batch has {few:.0f} values per channel")
         return [note for note in notes if note is not None]

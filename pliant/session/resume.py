@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -127,7 +128,7 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
             loop.engine.slices.load_state_dict(state["slices"])
     else:  # from before the first selection, which reads everything
         loop.flags.restore_()
-    loop.log.write("resume", step=loop.steps, round=loop.round)
+    loop.log.write("resume", step=loop.steps, round=loop.round, at=time.time())
 
 
 def check(loop: Loop, state: Mapping[str, Any]) -> None:

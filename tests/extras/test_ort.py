@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pliant import Session, recipes
+from pliant.engine.kernels import chains, channels_last
 from pliant.engine.prefix import onnx_runtime
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.onnx_runtime import OnnxRuntime
@@ -151,6 +152,16 @@ def test_training_is_that_of_plain_autograd(layout: torch.memory_format) -> None
     torch.testing.assert_close(ours, plain, **NEAR)
     assert session.engine == "prefix" and "runtime" not in session.why_not
     assert len(models_of(session._engine._prefix)) == 1 and session._engine.seconds_per_capture > 0
+
+
+def test_custom_kernels_run_after_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels_last, "PAYS_HERE", True)
+    ran, run = [], chains.run
+    monkeypatch.setattr(chains, "run", lambda *given: (ran.append(given), run(*given))[1])
+    session, ours = train(small(), "auto", batches(4))
+    assert len(ran) >= 6 and len(models_of(session._engine._prefix)) == 1 and session.why_not == {}
+    _, plain = train(small(), "plain", batches(4))
+    torch.testing.assert_close(ours, plain, **NEAR)
 
 
 def test_a_feature_cache_is_filled_by_the_runtime() -> None:

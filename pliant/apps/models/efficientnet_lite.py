@@ -70,7 +70,7 @@ class EfficientNetLite0(nn.Module):
 
     def __init__(self, classes: int = 1000) -> None:
         super().__init__()
-        self.stem = ConvNorm(3, STEM, kernel=3, stride=2)
+        self.stem = Strided(3, STEM, kernel=3, stride=2)
         blocks, channels = [], STEM
         for count, kernel, first_stride, expansion, out in STAGES:
             for i in range(count):
@@ -101,7 +101,7 @@ class Block(nn.Module):
         super().__init__()
         wide = channels * expansion
         self.expand = ConvNorm(channels, wide) if expansion > 1 else None
-        self.depthwise = ConvNorm(wide, wide, kernel, stride, groups=wide)
+        self.depthwise = (Strided if stride > 1 else ConvNorm)(wide, wide, kernel, stride, groups=wide)
         self.project = ConvNorm(wide, out, clips=False)
         self.residual = stride == 1 and channels == out
 
@@ -111,7 +111,7 @@ class Block(nn.Module):
         return x + y if self.residual else y
 
 
-class ConvNorm(nn.Module):
+class ConvNorm(nn.Sequential):
     """A convolution that pads like TensorFlow, then batch norm, then ReLU6 if `clips`."""
 
     def __init__(self, channels: int, out: int, kernel: int = 1, stride: int = 1, groups: int = 1, clips: bool = True) -> None:
@@ -121,14 +121,15 @@ class ConvNorm(nn.Module):
         self.conv = nn.Conv2d(channels, out, kernel, stride, padding, groups=groups, bias=False)
         self.norm = nn.BatchNorm2d(out, eps=1e-3, momentum=0.01)
         nn.init.normal_(self.conv.weight, std=math.sqrt(2 * groups / (kernel * kernel * out)))
-        self.act = nn.ReLU6() if clips else None
-        self.kernel, self.stride = kernel, stride
+        if clips:
+            self.act = nn.ReLU6()
+
+
+class Strided(ConvNorm):
+    """One with a stride: TensorFlow's padding is not symmetric then."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stride > 1:
-            x = pad_same(x, self.kernel, self.stride)
-        x = self.norm(self.conv(x))
-        return x if self.act is None else self.act(x)
+        return super().forward(pad_same(x, self.conv.kernel_size[0], self.conv.stride[0]))
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:

@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 
+from pliant.engine.kernels import channels_last
 from pliant.engine.lean import frozen_batchnorm
 from pliant.engine.prefix.prefix_plan import ANY_LAYOUT, HALF, PrefixPlan, Weights
 from pliant.engine.prefix.record import Call, Value, name_of, split, version
@@ -150,7 +151,8 @@ class PrefixInference(Replay):
         if last:
             input = input.contiguous(memory_format=torch.channels_last)
         with torch.autocast(kind, enabled=False) if plan.dtype is not None else nullcontext():
-            out: torch.Tensor = plan.calls[at].func(input, weight, bias, *settings)
+            convolve = channels_last.convolve if last and channels_last.serves(input, weight) else plan.calls[at].func
+            out: torch.Tensor = convolve(input, weight, bias, *settings)
         return out if norm is None or is_folded else self._normed(out, norm, norm_at)
 
     def _normed(self, out: torch.Tensor, norm: tuple[Any, ...], at: int) -> torch.Tensor:

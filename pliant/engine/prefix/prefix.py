@@ -8,6 +8,8 @@ does not run, and placeholders stand for values that nobody reads.
 Every other call runs as the user wrote it, on values with the original memory format. Frozen norms between trained layers may
 run in fused kernels too. If a pass diverges from its program, it goes on as plain PyTorch.
 
+Modules of torch's own are skipped as a whole, or run as chains (`replaced_modules`).
+
 With ONNX Runtime the prefix becomes a model of that runtime (`onnx_runtime`), and is skipped like one that is cached.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +33,7 @@ from pliant.engine.prefix.inference import KEPT, PrefixInference
 from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, why_not
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
+from pliant.engine.prefix.replaced_modules import entering, find_replaced, forwards
 from pliant.engine.prefix.replay import LEAKS, CacheHit, Diverged, Replay, autocast
 from pliant.runtime import batches
 from pliant.runtime.torch_internals import GLOBAL_FORWARD_HOOKS, without_function_modes
@@ -71,6 +75,7 @@ class Prefix:
         `runtime` runs the prefix where it can, but not while memory is limited: what it holds is not counted."""
         self.model, self.features, self.dtype, self._runtime = model, features, dtype, runtime
         self.memory_is_limited = False
+        self.runs_chains = False  # whether layers after the prefix may run as chains
         self.reasons: dict[str, str] = {}  # what it does not do, and why
         self._weights = Weights()
         self._names: Any = WeakTensorKeyDictionary()  # leaf → a number that no other ever has
@@ -124,11 +129,13 @@ class Prefix:
         choice: Hashable = None,
         found: CachedRows | None = None,
         fuse_norms: bool = False,
+        rehearse: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """forward() (the user's loss of this batch), and what needs no gradient as inference or from the cache.
 
         `choice` identifies what is chosen besides whole parameters: each has its own programs. `found` is the result of `find`,
         if that was called before. `fuse_norms`: frozen norms between trained layers run in fused kernels, if there are any.
+        `rehearse` is called where the program is not known, and should make it so.
         """
         if self._diverged >= _MAX_DIVERGED + self._replayed // 20:
             self.reasons["prefix"] = "the program changes from step to step"
@@ -138,6 +145,9 @@ class Prefix:
             kept = self.features is not None and ids is not None
             samples = len(ids) if kept and ids is not None else None
             key, is_hooked = self._key(tensors, kept, choice)
+            plan = self._programs.get(key)
+        if plan is None and rehearse is not None:
+            rehearse()
             plan = self._programs.get(key)
         if plan is None:
             return self._record(key, forward, tensors, samples, is_hooked)
@@ -150,7 +160,15 @@ class Prefix:
         if is_cached and found is None and self.features is not None:
             with without_function_modes():
                 rows = self._look_up(self.features, plan, tensors, ids)
+        if self._is_all_chains(plan) and not is_cached:
+            with forwards({one.module: one.forward(None, True) for one in plan.replaced}):
+                return forward()
         return self._replay(key, plan, forward, tensors, ids if is_cached else None, rows, fuse_norms)
+
+    def _is_all_chains(self, plan: PrefixPlan) -> bool:
+        """Whether chains are the fastest way there is: faster than to follow the prefix call by call."""
+        runs = self.runs_chains and self.dtype is None and any(one.links is not None for one in plan.replaced)
+        return runs and not self._may_export(plan)
 
     def _may_export(self, plan: PrefixPlan) -> bool:
         """Whether the prefix is or may become a model of the runtime."""
@@ -198,10 +216,11 @@ class Prefix:
             recorder = ProgramRecorder(batch, samples, skips=self.runtime is not None)
         if is_hooked:
             recorder.uncacheable = recorder.uncacheable or "modules have forward hooks"
-        with recorder:
+        with entering(self.model, recorder) as entered, recorder:
             out = forward()
         with without_function_modes():
             plan = PrefixPlan(recorder.program(), self.model, self._names, self.dtype)
+            plan.replaced = find_replaced(entered, plan)
             why = why_not(plan) if self.runtime is not None and not plan.is_idle else None
             plan.reasons |= {} if why is None else {"runtime": why}
             for kind in {tensor.device.type for tensor in batch} if plan.folds or plan.frozen_norms else ():
@@ -233,6 +252,13 @@ class Prefix:
             if before == plan.last_weights:  # weights that change in every step are not worth a model
                 return Export(plan, batch, self._weights)
         return PrefixInference(plan, batch, self._weights, keeps, fuse_norms)
+
+    def _replacing(self, plan: PrefixPlan, mode: Replay) -> AbstractContextManager[None]:
+        """Skip modules of a prefix whose outputs are there, and run chains after it, where custom kernels serve."""
+        if isinstance(mode, Export) or not plan.replaced:
+            return nullcontext()
+        used = [one for one in plan.replaced if isinstance(mode, CacheHit) or (self.runs_chains and one.links is not None)]
+        return forwards({one.module: one.forward(mode, self.runs_chains) for one in used})
 
     def _build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> None:
         built = self.runtime.build(plan, export, batch) if self.runtime is not None else None
@@ -266,7 +292,7 @@ class Prefix:
         try:
             failed = True
             try:
-                with mode:
+                with self._replacing(plan, mode), mode:
                     out = forward()
                 failed = False
             finally:
@@ -314,6 +340,8 @@ def _state(model: nn.Module) -> tuple[Hashable, bool]:
         if inside._forward_hooks or inside._forward_pre_hooks:
             parts.append((*inside._forward_hooks, *inside._forward_pre_hooks))
             is_hooked |= inside is not model
+        if inside._backward_hooks or inside._backward_pre_hooks:
+            parts.append((*inside._backward_hooks, *inside._backward_pre_hooks))
         for other in inside._modules.values():
             if other is not None and id(other) not in seen:
                 seen.add(id(other))

@@ -57,12 +57,13 @@ class PrefixPlan:
         self.norms = set(self.folds.values())
         self.clips = self._find_clips()
         self.frozen_norms = self._find_frozen_norms()
-        self.channels_last = not program.is_blind and self._is_last_worth_it()
+        self.channels_last = not program.is_blind and (self._is_recorded_last() or self._is_last_worth_it())
         leaves = [leaf for leaf in (one() for one in self.leaves) if leaf is not None]
         names_of_leaves = tuple([names[leaf] if leaf in names else names.setdefault(leaf, next(NEW)) for leaf in leaves])
         self.rows = tuple((n, self.values[n].shape[1:], self.values[n].dtype) for n in self.frontier), names_of_leaves
         self.pays = bool(self.folds) or self.channels_last or dtype is not None  # also without a cache
         self.weights: dict[Hashable, Derived] = {}  # derived for it
+        self.replaced: Any = []  # modules that run another way (`replaced_modules`)
         self.on_runtime: Any = None  # its prefix as a model of an inference runtime
         self.last_weights: Hashable = self.signature()
         if any(self.calls[at].func is F.batch_norm and at not in self.norms for at in self.prefix_calls):
@@ -190,6 +191,11 @@ class PrefixPlan:
                 found[at] = (due, low, high) if due >= 0 and self.calls[due].same == (0,) else (-1, 0.0, 0.0)
         return found
 
+    def _is_recorded_last(self) -> bool:
+        """Whether convolutions gave channels-last results when they were recorded, as with custom kernels for x86-64."""
+        made = [self.values[self.calls[at].makes[0]] for at in self.prefix_calls if self.calls[at].func is torch.conv2d]
+        return any(value.device.type == "cpu" and _is_last(value) for value in made)
+
     def _is_last_worth_it(self) -> bool:
         """Whether more convolutions become faster than tensors have to be converted."""
         last: set[int] = set()
@@ -210,8 +216,11 @@ class PrefixPlan:
 
     def _wants_last(self, value: Value) -> bool:
         """On GPUs both memory formats are equally fast, except in half precision."""
-        is_last = len(value.stride) == 4 and value.stride[1] == 1 and value.shape[1] > 1
-        return not is_last and (value.device.type == "cpu" or (self.dtype or value.dtype) in HALF)
+        return not _is_last(value) and (value.device.type == "cpu" or (self.dtype or value.dtype) in HALF)
+
+
+def _is_last(value: Value) -> bool:
+    return len(value.stride) == 4 and value.stride[1] == 1 and value.shape[1] > 1
 
 
 def _is_like(one: Any, other: Any, samples: int, others: int) -> bool:

@@ -205,6 +205,11 @@ class ProgramRecorder(TorchFunctionMode):
                     self._second_run[tensor] = tensor.detach()[self._second_samples.to(tensor.device)]
         self._python = _python_state() if self.uncacheable is None else None
 
+    def number(self, given: Any) -> int | None:
+        """The number of the value that a tensor has now; None for anything else."""
+        with without_function_modes():
+            return self._known.get(given) if isinstance(given, torch.Tensor) else None
+
     def program(self) -> Program:
         """What was recorded, after the forward pass."""
         if self._python is not None and self._python != _python_state():
@@ -274,19 +279,8 @@ class ProgramRecorder(TorchFunctionMode):
         number = len(self.values)
         stride = tensor.stride() if tensor.layout == torch.strided else ()
         first_one = number if first is None else first
-        self.values.append(
-            Value(
-                tensor.shape,
-                stride,
-                tensor.dtype,
-                tensor.device,
-                first_one,
-                in_prefix,
-                depends,
-                chosen,
-                maker=len(self.calls) - 1,
-            )
-        )
+        what = tensor.shape, stride, tensor.dtype, tensor.device, first_one, in_prefix, depends, chosen
+        self.values.append(Value(*what, maker=len(self.calls) - 1))
         if self.uncacheable is None and first is None and tensor.layout == torch.strided:
             self._by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(ref(tensor))
         return number

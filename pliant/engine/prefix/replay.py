@@ -128,6 +128,11 @@ class Replay(TorchFunctionMode):
             self._clipped = due, out
         return out
 
+    @property
+    def is_past_prefix(self) -> bool:
+        """Whether no call has to be followed any more."""
+        return self.diverged is None and not self._checks and self._at >= self.plan.end and self._clipped is None
+
     def diverge(self, why: str) -> None:
         self.diverged = why
 
@@ -216,6 +221,31 @@ class CacheHit(Replay):
         out = self.outside(at, call.func, args, kwargs)
         with without_function_modes():
             self.remember(call, given, out)
+        return out
+
+    @property
+    def at(self) -> int:
+        """The position in the program; -1 after its prefix."""
+        return self._at if self._checks else -1
+
+    @property
+    def is_past_prefix(self) -> bool:
+        if self._checks and self._at >= self.plan.end:
+            self._checks = self.leaks()  # where nothing that comes can read a placeholder
+        return super().is_past_prefix
+
+    def was_given(self, tensor: torch.Tensor, number: int) -> bool:
+        """Whether a tensor is this value now."""
+        return self._is(tensor, number)
+
+    def skip(self, to: int, number: int) -> torch.Tensor:
+        """Go on at this position. Returns what stands for this value, which was made before it."""
+        return self.go_on(to, number, self._stand_in(self.plan.values[number].first))
+
+    def go_on(self, to: int, number: int, out: torch.Tensor) -> torch.Tensor:
+        """Go on at this position with this tensor as that value."""
+        self._known[id(out)] = ref(out), number
+        self._at = to
         return out
 
     def _stand_in(self, number: int) -> torch.Tensor:

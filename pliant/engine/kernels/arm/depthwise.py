@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from pliant.engine.kernels.arm import processor as arm
-from pliant.engine.kernels.arm.processor import is_differentiated, is_needed, uniform, without_autocast
+from pliant.engine.kernels.functions import is_differentiated, is_needed, uniform, without_autocast
 
 _SMALL, _TINY = 256, 16  # positions of a feature map up to which another way is faster
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pliant.engine.kernels.arm.processor import is_differentiated, is_needed, is_slow, uniform, without_autocast
+from pliant.engine.kernels.arm.processor import is_slow
+from pliant.engine.kernels.functions import is_differentiated, is_needed, uniform, without_autocast
 
 _TINY = 16  # positions up to which one product for the whole batch is worth a transposed copy
 _FEW = 64  # the same, compared with one product for each sample

@@ -9,20 +9,54 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pliant.engine.kernels import channels_last
 from pliant.engine.kernels.arm import depthwise, pointwise
 from pliant.engine.kernels.arm import processor as arm
+from pliant.runtime.batches import Loss
+from pliant.runtime.sandbox import sandbox
 from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
+
+_NEAR = 1e-3  # of the loss, and at least so much: what rounding may change
 
 
 def is_slow_here(model: nn.Module) -> bool:
     """Whether a model has convolutions that may be replaced."""
-    return arm.SLOW_HERE and has_small_convolutions(model)
+    return has_small_convolutions(model) if arm.SLOW_HERE else channels_last.pays(model)
 
 
 def has_small_convolutions(model: nn.Module) -> bool:
     """Whether a model has pointwise or grouped convolutions, which take PyTorch longer than their arithmetic."""
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     return any(one.kernel_size == (1, 1) or one.groups > 1 for one in convolutions)
+
+
+class CustomKernels:
+    """Whether custom kernels run the convolutions of a model, and why not."""
+
+    def __init__(self, model: nn.Module) -> None:
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        self.serve = on_cpu and is_slow_here(model)
+        self.reasons: dict[str, str] = {}
+        self._is_checked = arm.SLOW_HERE  # those keep the layout of every tensor
+
+    def are_right(self, model: nn.Module, loss: Loss, batch: Any) -> bool:
+        """Try them once, without a trace: code that relies on the layout of tensors may fail channels-last, or differ."""
+        if self._is_checked:
+            return self.serve
+        self._is_checked = True
+        with torch.no_grad():
+            with sandbox(model):
+                plain = loss(model, batch)
+            try:
+                with sandbox(model), Swapped():
+                    ours = loss(model, batch)
+            except Exception as error:
+                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                self.serve, self.reasons["kernels"] = False, f"the forward pass fails with channels-last tensors: {why}"
+                return False
+        if not torch.allclose(ours, plain, rtol=_NEAR, atol=_NEAR, equal_nan=True):
+            self.serve, self.reasons["kernels"] = False, "the loss differs with channels-last tensors"
+        return self.serve
 
 
 class Swapped(TorchFunctionMode):
@@ -33,7 +67,7 @@ class Swapped(TorchFunctionMode):
     >>> images = torch.randn(2, 4, 8, 8)
     >>> with Swapped():
     ...     swapped = conv(images)
-    >>> torch.equal(swapped, conv(images))
+    >>> torch.allclose(swapped, conv(images), atol=1e-6)
     True
     """
 
@@ -52,6 +86,8 @@ class Swapped(TorchFunctionMode):
         with without_function_modes():
             if saved_tensor_hooks() != self._outer_hooks:
                 return None
+            if not arm.SLOW_HERE:
+                return channels_last.convolve if channels_last.serves(*args) else None
             if pointwise.serves(*args):
                 return pointwise.convolve
             return depthwise.convolve if depthwise.serves(*args) or depthwise.passes_on(*args) else None
