@@ -256,7 +256,7 @@ def test_law_4_before_the_step_nothing_but_the_choice_has_changed(recipe: str, m
         policy = on_steady_device(policy)
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     before = snapshot(model, optimizer)
-    with Session(model, optimizer, loss, policy, total_steps=LENGTH) as session:
+    with Session(model, optimizer, loss, policy, norm="chosen", total_steps=LENGTH) as session:
         session.before_step(batch)
         after = snapshot(model, optimizer)
         chosen = session.selection.params
