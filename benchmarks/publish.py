@@ -131,6 +131,12 @@ on running statistics, with which it diverges at these rates ([notebook](noteboo
         ("shift_h200",),
     ),
     Section(
+        "A stream without labels",
+        "Noise, contrast and blur, one after another, in 12 batches. Each batch is classified once, by the pass that adapts.",
+        "python benchmarks/unlabelled.py --data DIR --many 4 --batches 16",
+        ("unlabelled_cpu",),
+    ),
+    Section(
         "Channels of a layer",
         "A quarter of the channels: time of the weight gradient, and bytes of gradient and optimizer state.",
         "python benchmarks/slices.py",
