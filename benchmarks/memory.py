@@ -255,7 +255,7 @@ def cell(name: str, size: int, selection: str, ways: Collection[str], setting: d
 
 def by_layer(limit: str) -> Policy:
     """Layers by update gain: the default recipe."""
-    return recipes.pliant(memory=limit)
+    return recipes.pliant(memory=limit, head_first=0)
 
 
 def by_channel(limit: str) -> Policy:

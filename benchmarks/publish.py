@@ -121,6 +121,22 @@ Second table: a step that trains the last half of a network, by the way that its
         ("layers_vs_tensors_cpu", "layers_vs_tensors_h200"),
     ),
     Section(
+        "Networks in a world that changed",
+        """A network tuned on Pets adapts to five images per class after a shift of the input, the features, the labels, its own
+weights, or the classes. Test accuracies in percent. *Worst*: the lowest difference to the better of `nothing` and `head`.
+Arms other than `head` and `pliant` have one seed and two rates. Not run yet: `middle`, `lora`, `elastic_trainer`, most arms at
+0.5, shares of time. This version ranked layers by agreement without the weights' size, and kept the norms of `elastic_layers`
+on running statistics, with which it diverges at these rates ([notebook](notebook.md)).""",
+        "python benchmarks/shift.py --data DIR --device cuda --jobs 15 --steps 200",
+        ("shift_h200",),
+    ),
+    Section(
+        "A stream without labels",
+        "Noise, contrast and blur, one after another, in 12 batches. Each batch is classified once, by the pass that adapts.",
+        "python benchmarks/unlabelled.py --data DIR --many 4 --batches 16",
+        ("unlabelled_cpu",),
+    ),
+    Section(
         "Channels of a layer",
         "A quarter of the channels: time of the weight gradient, and bytes of gradient and optimizer state.",
         "python benchmarks/slices.py",

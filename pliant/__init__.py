@@ -30,6 +30,7 @@ _HOMES = {
     "Session": "pliant.session.session:Session",
     "Unit": "pliant.core.types:Unit",
     "energy": "pliant.runtime.energy",
+    "losses": "pliant.runtime.losses",
     "load": "pliant.apps.trained:load",
     "measure": "pliant.cost.measure",
     "plan": "pliant.planning.plan:plan",
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from pliant.planning import recipes, solve
     from pliant.planning.plan import plan
     from pliant.planning.policy import Policy
-    from pliant.runtime import energy
+    from pliant.runtime import energy, losses
     from pliant.runtime.sample_ids import with_ids
     from pliant.session.session import Session
 
@@ -80,6 +81,7 @@ __all__ = [
     "Unit",
     "energy",
     "load",
+    "losses",
     "measure",
     "plan",
     "recipes",

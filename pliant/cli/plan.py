@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -40,6 +41,7 @@ def plan(
         check_data("--data", options.data)
         options = options.resolved()
         policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
+        policy = replace(policy, head_first=0.0)  # what a run chooses once its head has trained, as far as one batch tells
         with working(Console(stderr=True)):
             task = load_task(options)
             tasks.check_names(options.recipe, task.model)

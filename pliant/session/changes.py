@@ -66,7 +66,9 @@ def use_optimizer(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
 
 
 def forget(loop: Loop) -> None:
-    """Weights and optimizer state were replaced."""
+    """Weights, buffers and optimizer state are those from before the run."""
     loop.engine.forget()
+    loop.norms.restart_()
+    loop.beginning.end()
     loop.settle()
     loop.stepper.drop()

@@ -11,10 +11,10 @@ from pliant.cost.measure import FullStep
 from pliant.engine.engine import Engine
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
-from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.ranks import Ranks
+from pliant.session.norms import Norms
 
 
 class FullSteps:
@@ -26,7 +26,7 @@ class FullSteps:
         loss: Loss,
         params: Mapping[str, nn.Parameter],
         engine: Engine,
-        norms: BatchNormModes,
+        norms: Norms,
         update: Update,
         laps: Laps,
         ranks: Ranks,

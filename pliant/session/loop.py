@@ -23,17 +23,18 @@ from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
-from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.heap import give_back
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.ranks import Ranks
 from pliant.runtime.torch_internals import reshard_
 from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, leave_out_unheld
+from pliant.session.beginning import BATCHES, Beginning
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
 from pliant.session.full_steps import FullSteps
+from pliant.session.norms import Norms
 from pliant.session.resident import Resident
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
@@ -50,7 +51,7 @@ class Loop:
         loss: Loss,
         engine: Engine,
         controller: Controller,
-        norms: BatchNormModes,
+        norms: Norms,
         update: Update,
         log: RunLog,
         undo: Undo | None,
@@ -66,6 +67,7 @@ class Loop:
         self.total_steps: int | None = None
         self.steps, self._probe_on = 0, probe
         self.flags = UserFlags(model, self.params)
+        self.beginning = Beginning()
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
@@ -149,11 +151,12 @@ class Loop:
         self._shared_time = self.ranks.first(lambda: self.time.now(self.steps, mean)) if shared else None
         self._heed_flags()
         try:
-            few = None if self.norms.is_settled else self._settle_norms(batch)
+            with self.time.not_training("profiling"):
+                notes = self.norms.look(partial(self.loss, self.model, batch), self.controller.profile)
             if not self.controller.units:
                 self._measure(batch, around)
-            if few is not None:
-                self.note(f"norms use their running statistics: a batch has {few:.0f} values per channel")
+            for note in notes:
+                self.note(note)
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
             looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
             if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
@@ -189,6 +192,7 @@ class Loop:
             self.note("step skipped: its gradients are not finite")
         self.steps += 1
         self.log.step(self.steps, self.round, result.loss, result.seconds)
+        self.beginning.see(result.loss)
         if result.bytes is not None:
             taken = self.ranks.largest(result.bytes)
             self.controller.feedback.see_bytes(taken, self._elements)
@@ -227,17 +231,6 @@ class Loop:
         held, text = leave_out_unheld(self.params, self.engine.optimizer, params)
         self.controller.keep_only(held)
         return text
-
-    def _settle_norms(self, batch: Any) -> float | None:
-        """Decide which statistics norms use; returns the values per channel if they are too few for batch statistics."""
-        with self.time.not_training("profiling"):
-            if self.controller.profile is not None and "norms" in self.controller.profile.origin:
-                self.norms.settle_as_(self.controller.profile.origin["norms"])
-            few = self.norms.settle_(lambda: self.loss(self.model, batch))
-            if not self.ranks.is_alone:
-                few, frozen = self.ranks.first(lambda: (few, self.norms.state()))
-                self.norms.load(frozen)
-            return few
 
     def settle(self, budget: Budget | None = None, **changed: bool) -> None:
         """Let the engine pick its mode after a change, and the controller follow its prices."""
@@ -295,7 +288,7 @@ class Loop:
             self.ranks.check_gradients(self.params, self.selection.params)
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
-        self.norms.hold_(self.params, chosen, limited=self.budget != Budget())
+        self.norms.hold_(self.params, chosen, self.budget != Budget(), self.controller.units)
 
     # ------------------------------------------------------------ choosing
 
@@ -313,22 +306,39 @@ class Loop:
             self.note(note)
         if selection is not None:
             self._use(selection, start)
+        taken_back = self.beginning.judge_(self.engine.optimizer)
+        if taken_back is not None:
+            self.note(taken_back[0])
+            self.engine.forget()
+            self._use(self.controller.shrink(self.progress, self.engine.mode, taken_back[1]), start)
+        wants = self.policy.signal.needs == "batches" and self._probe_on is None and self.budget.memory is None
+        if wants and self.beginning.waits(batch, *self.controller.is_due_or_soon(self.progress, BATCHES)):
+            return
         try:
             selection = self.controller.next(self.progress, self.engine.mode, partial(self._probe, batch))
         except ProbeError as error:
             if self.controller.selection is None:
                 raise
             self.note(f"probe skipped: {error}")
+            self.beginning.batches = []
             return
         if selection is not None:
+            self.beginning.batches = []
+            if selection.round > 0 and not self.beginning.over:
+                may = self.undo is not None or self.budget.memory is None
+                may = may and self.policy.head_first > 0 and self.ranks.is_alone
+                self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), may)
             self._use(selection, start)
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         self.engine.make_room()
-        # BatchNormModes run as they do now; before anything is chosen, as if the head alone were.
-        current = self.selection.params if self.controller.selection is not None else set(self.profile.head)
-        self._hold_norms(current)
-        piece = next(iter(self._probe_on), batch) if self._probe_on is not None else batch
+        pieces = self._probe_on
+        if self.policy.signal.needs == "batches":  # norms run as if everything trained
+            self._hold_norms(self.params)
+            pieces = self.beginning.batches if pieces is None and self.beginning.batches else pieces
+        else:  # norms run as they do now; before anything is chosen, as if the head alone were
+            self._hold_norms(self.selection.params if self.controller.selection is not None else set(self.profile.head))
+        piece = next(iter(pieces), batch) if pieces is not None else batch
         values = signals.probe(
             self.policy.signal,
             self.model,
@@ -341,7 +351,7 @@ class Loop:
             round=round,
             windows=self.controller.windows(self.progress, self.engine.mode, piece),
             around=partial(around_forward, self.engine.mode),
-            pieces=self._probe_on,
+            pieces=pieces,
             freeze=self.freezes,
             ranks=self.ranks,
         )
@@ -355,7 +365,7 @@ class Loop:
         check_in_groups(self.params, self.engine.optimizer, selection.params)
         self.engine.check(selection.parts, self.engine.optimizer)
         if self.undo is not None:
-            self.undo.keep({name: self.params[name] for name in selection.params})
+            self.undo.keep(self._of(selection))
             if self._state_rule == "drop":
                 self.undo.keep_dropped({n: p for n, p in self.params.items() if n not in selection.params})
         self.log.flush()
@@ -371,6 +381,9 @@ class Loop:
         self.change_seconds = self.ranks.slowest([self.laps.seconds((start, self.laps.watch.mark()))])[0]
         self.ranks.is_checked = False
         self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, self.resident.now())
+
+    def _of(self, selection: Selection) -> dict[str, nn.Parameter]:
+        return {name: self.params[name] for name in selection.params}
 
     def apply_(self, selection: Selection) -> None:
         frozen = self.flags.frozen  # by the user, maybe after this was chosen

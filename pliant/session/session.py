@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -31,6 +32,7 @@ from pliant.session.delta import Undo
 from pliant.session.feedback import Feedback, Round
 from pliant.session.fit import fit
 from pliant.session.loop import Loop
+from pliant.session.norms import Norms
 from pliant.session.run_log import RunLog, described, display
 
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
@@ -90,8 +92,10 @@ class Session:
         the device's clock in a simulation.
 
         `norm` says which batch norms use the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or
-        as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the
-        data of the running statistics. Where everything is chosen without a budget, norms run as in plain training.
+        as the model's own modes say ("as-is"). "auto" is the rule of the recipe, or else this: those behind the first layer
+        that trains, unless batches are small and resemble the data of the running statistics. Where everything is chosen
+        without a budget, norms run as in plain training. With "auto", running statistics that the first batches show to be of
+        another world are re-estimated.
 
         `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), an
         error says so ("raise"), or it is taken ("ignore"). By default it is skipped on the CPU, and taken elsewhere: to look
@@ -126,7 +130,8 @@ class Session:
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
         self._undo = Undo(model, optimizer) if undo and not ranks.shards else None
-        norms, log_file = BatchNormModes(model, norm), RunLog(log if ranks.is_first else None)
+        modes = BatchNormModes(model, policy.norm if norm == "auto" else norm)
+        norms, log_file = Norms(modes, ranks), RunLog(log if ranks.is_first else None)
         parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock, ranks
         self._loop = Loop(model, loss, *parts)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
@@ -296,6 +301,15 @@ class Session:
         """
         self._check_open()
         return own_loop.backward(self._loop, batch, loss, backward, first)
+
+    def estimate_norms(self, batches: Iterable[Any]) -> None:
+        """Replace the running statistics of batch norms by the mean over these batches, by forward passes of the loss alone.
+
+        With `norm="auto"` a session does this by itself over its first batches, where they are of another world. `rollback`
+        brings the old statistics back.
+        """
+        self._check_open()
+        self._loop.note(self._loop.norms.estimate(partial(self.loss, self.model, batch) for batch in batches))
 
     def fit(self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None) -> list[float]:
         """Train up to epoch `epochs`, counted from the session's first step; a resumed session goes on where it stopped.
