@@ -219,6 +219,19 @@ def test_training_is_that_of_plain_autograd(chosen: tuple[str, ...], norms: str)
     assert session.engine == "prefix" and "kernels" not in session.why_not
 
 
+def test_full_training_is_pytorchs_bit_for_bit() -> None:
+    model, plain = mobile(), mobile()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01, momentum=0.9) for one in (model, plain)]
+    with Session(model, optimizers[0], classify, recipes.full()) as session:
+        for _ in range(3):
+            session.step(images())
+            optimizers[1].zero_grad()
+            classify(plain, images()).backward()
+            optimizers[1].step()
+        assert session.engine == "plain"
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
 def test_weights_and_optimizer_state_keep_their_layout() -> None:
     session, _ = train("auto", CHOICES[0])
     for param in session.model.parameters():

@@ -157,6 +157,8 @@ def _own_to_torch(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_own(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     cls, held = type(module), module.__dict__
     is_torchs = cls.forward.__module__.startswith("torch.nn.modules.") and cls.__call__ is nn.Module.__call__
     is_bare = "forward" not in held and held.get("_compiled_call_impl") is None and cls.__getattr__ is nn.Module.__getattr__
