@@ -27,6 +27,7 @@ from pliant.export.device.facts import PROGRAM, Facts, read_delta, save_delta
 from pliant.export.device.runner import Runner
 
 _LOOK_EVERY = 0.01  # seconds between two looks at the memory of a process that trains
+_WARM = 4  # batches that are made before memory is read: what Python keeps for them is not the program's
 _FIELDS = {"VmHWM": "resident", "RssAnon": "anonymous"}
 
 
@@ -192,7 +193,7 @@ def train(job: Job, say: Callable[[dict[str, Any]], None], wait: Callable[[], No
         raise ExportError(f"{job.data!r} has {len(arrays[0])} samples, fewer than one batch of {size}.")
     sgd = facts.sgd if job.lr is None else {**facts.sgd, "lr": job.lr}
     runner = Runner(Path(job.folder) / PROGRAM, facts.trains)
-    first = next(batches(arrays, size, job.seed))
+    first, *_ = (batch for _, batch in zip(range(_WARM), batches(arrays, size, job.seed), strict=False))
     _warm_up()
     started = read_delta(job.start)[0] if job.start else {}
     say({"ready": True})
