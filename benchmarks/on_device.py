@@ -39,9 +39,9 @@ from pliant import Policy, images, models, recipes
 from pliant.export import Facts, Job, apply_delta_, executorch, run_device
 
 NETS = {
+    "mobilenet_v2_0.35": ("weights/mbv2_w0.35_int8.safetensors", 128, "1MB"),
     "mcunet": ("weights/mcunet_5fps_int8.safetensors", 128, "1MB"),
     "proxyless_0.3": ("weights/proxyless_w0.3_int8.safetensors", 128, "1MB"),
-    "mobilenet_v2_0.35": ("weights/mbv2_w0.35_int8.safetensors", 128, "1MB"),
     "efficientnet_lite0": ("", 64, "4MB"),
     "mobilenet_v2": ("weights/mobilenetv2_fp16.safetensors", 64, "4MB"),
 }

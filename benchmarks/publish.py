@@ -149,6 +149,12 @@ the last columns multiply one update by the devices of a round.""",
         ("faults_cpu",),
     ),
     Section(
+        "Starting the command",
+        "CPU seconds until help is there, against Python alone. The help of a subcommand imports PyTorch.",
+        "python benchmarks/startup.py",
+        ("startup_cpu",),
+    ),
+    Section(
         "Solvers",
         "How fast the solvers are, and how much of the best possible value they find.",
         "python benchmarks/solver.py",

@@ -28,7 +28,7 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # afterwards
 
 torch.manual_seed(dist.get_rank())
-with Session(model, optimizer, loss, recipes.pliant(time=0.95), profile=profile) as session:
+with Session(model, optimizer, loss, recipes.pliant(time=1.0), profile=profile) as session:
     for _ in range(20):
         session.step(some_batch())
     print(f"process {dist.get_rank()} chose:", ", ".join(unit.name for unit in session.selection.units))

@@ -1,4 +1,4 @@
-"""A tiny GPT-2 with random weights in Hugging Face Trainer, half of the time per step: `python examples/hf_trainer.py`."""
+"""A tiny GPT-2 with random weights in Hugging Face Trainer, at 0.6 of the operations: `python examples/hf_trainer.py`."""
 
 import tempfile
 
@@ -16,6 +16,6 @@ data = [{"input_ids": text, "labels": text} for text in torch.randint(0, 64, (64
 
 with tempfile.TemporaryDirectory() as folder:
     args = TrainingArguments(folder, max_steps=30, per_device_train_batch_size=8, report_to=[], use_cpu=True, logging_steps=10)
-    trainer = PliantTrainer(model, args, train_dataset=data, policy=recipes.pliant(time=0.8))
+    trainer = PliantTrainer(model, args, train_dataset=data, policy=recipes.pliant(macs=0.6))
     trainer.train()
 print("chosen:", ", ".join(unit.name for unit in trainer.session.selection.units))

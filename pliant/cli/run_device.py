@@ -53,8 +53,9 @@ def run(
         check_exists("--data", given)
         held_out = test or next((at / TEST for at in (folder, folder.parent) if (at / TEST).exists()), None)
         delta = out or folder / "delta.safetensors"
-        names = (str(held_out) if held_out else None, str(start) if start else None)
-        job = Job(str(folder), str(given), names[0], steps=steps, lr=lr, seed=seed, start=names[1], out=str(delta))
+        also = {"test": held_out, "start": start}
+        given_paths = {name: str(path) for name, path in also.items() if path is not None}
+        job = Job(str(folder), str(given), steps=steps, lr=lr, seed=seed, out=str(delta), **given_paths)  # type: ignore[arg-type]
         done = run_device(job)
     if as_json:
         typer.echo(json.dumps({**asdict(done), "delta": str(delta)}, indent=1))

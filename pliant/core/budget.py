@@ -151,7 +151,8 @@ class Budget:
                 )
             if not total and name != "bytes":
                 raise BudgetError(
-                    f"{kind}={given!r} cannot be kept: this profile holds no {name}; measure with another `cost`."
+                    f"{kind}={given!r} cannot be kept: this profile holds no {name}; measure with another `cost`, or open "
+                    f"the session with this limit."
                 )
             out[name] = amount.amount if isinstance(amount, Absolute) else amount * total
         return out

@@ -87,7 +87,8 @@ def recall(
     now = origin(model, batch, update, norm)
     facts = now, _of_tensors(model, batch), _of_graph(graph), _of_optimizer(model, optimizer), _of_settings()
     step = update.clip is not None, update.scaler is not None, _name(around), prices.of_batch, prices.of_running
-    key = hashlib.sha256(repr((facts, step, spare is not None)).encode()).hexdigest()[:32]
+    room = None if spare is None else "changing" if callable(spare.memory) else spare.memory  # decides on how many samples
+    key = hashlib.sha256(repr((facts, step, room)).encode()).hexdigest()[:32]
     path = place / f"{key}.json"
     try:
         profile = _checked(Profile.load(path, now), key, graph)

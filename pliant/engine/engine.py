@@ -60,12 +60,10 @@ class Engine:
         ranks: Ranks | None = None,
     ) -> None:
         self._model, self._loss, self._update, self._ranks = model, loss, update, ranks or Ranks()
-        self._asked = parse(engine)
-        self._cuda = next(model.parameters()).device.type == "cuda"
+        self._asked, self._cuda = parse(engine), next(model.parameters()).device.type == "cuda"
         self._kernels = CustomKernels(model)
-        self.features = features
         self.slices: Slices | None = None
-        self.units_are_sliced = False  # whether channels may be chosen
+        self.features, self.units_are_sliced = features, False  # the latter: whether channels may be chosen
         self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
         self._chosen: Hashable = None
         self._prefix = Prefix(model, features, prefix_dtype, runtime_for(model))
@@ -377,6 +375,7 @@ class Engine:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """The context of clipping and of the optimizer's step."""
+        self._ranks.average_gradients_(self.leaves().values())  # of which DDP knows nothing
         return self.slices.swapped_in(optimizer) if self.slices is not None else nullcontext()
 
     # ------------------------------------------------------------ the caller's own loop

@@ -21,7 +21,7 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox
-from pliant.runtime.torch_internals import next_nodes, unsharded
+from pliant.runtime.torch_internals import class_name, next_nodes, unsharded
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _PARAMETER_LISTS = frozenset(("ParameterList", "ParameterDict"))
@@ -233,26 +233,6 @@ def walk(loss: torch.Tensor) -> list[Any]:
     return out
 
 
-def depends_on_parameter(tensor: torch.Tensor, clean: set[Any]) -> bool:
-    """Whether gradients flow from a tensor to some parameter, and not only to an input that requires one.
-
-    `clean` collects autograd nodes of which it is known that they do not, for the next call.
-    """
-    if tensor.grad_fn is None:
-        return tensor.requires_grad and isinstance(tensor, nn.Parameter)
-    stack: list[Any] = [tensor.grad_fn]
-    seen = {tensor.grad_fn}
-    while stack:
-        node = stack.pop()
-        if isinstance(getattr(node, "variable", None), nn.Parameter):
-            return True
-        following = {one for one, _ in node.next_functions if one is not None} - seen - clean
-        seen |= following
-        stack += following
-    clean |= seen
-    return False
-
-
 def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tuple[tuple[str | int | None, ...], bool]]:
     """For each node what receives the gradient of each of its inputs (see `Node.inputs`), and whether it is a carrier."""
     names: dict[Any, str] = {param: name for name, param in params.items()}
@@ -275,19 +255,17 @@ def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tupl
 def read(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> Graph:
     """Run the loss once on a real batch and read its backward graph. Runs no backward.
 
-    The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`. With
-    `kernels`, bytes are those that the operating system sees: with what kernels copy inside.
+    The forward pass has its usual side effects: call it inside of `sandbox`. With `kernels`, what these copy inside counts.
     """
     params, start = trainable(model), rng_states()
-    trace, differentiates = ForwardTrace(model, batch, kernels=kernels), False
-    try:
-        with trace:
-            value = compute_loss(model, loss, batch)
-    except SavedTensorNeeded:
-        set_rng_states(start)
-        trace, differentiates = ForwardTrace(model, batch, keep=True, kernels=kernels), True
-        with trace:
-            value = compute_loss(model, loss, batch)
+    for differentiates in (False, True):
+        trace = ForwardTrace(model, batch, keep=differentiates, kernels=kernels)
+        try:
+            with trace:
+                value = compute_loss(model, loss, batch)
+            break
+        except SavedTensorNeeded:
+            set_rng_states(start)
     live = walk(value)
     if any(op_name(node) == "CheckpointFunction" for node in live):
         raise ValueError(
@@ -317,7 +295,7 @@ def read(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> Gra
             )
         )
     reached = {param for node in nodes for param in node.params}
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    kinds = {name: class_name(module) for name, module in model.named_modules()}
     return Graph(
         tuple(nodes),
         {name: param.numel() * param.element_size() for name, param in params.items()},

@@ -125,8 +125,10 @@ class PliantMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        if self.session is not None and self.args.should_save:  # type: ignore[attr-defined]
-            save_archive(Path(output_dir) / FILE, {"session": self.session.state_dict()})
+        if self.session is not None:
+            state = self.session.state_dict()  # in all processes: a step that ends with it may need them
+            if self.args.should_save:  # type: ignore[attr-defined]
+                save_archive(Path(output_dir) / FILE, {"session": state})
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's own, with what is chosen and what a step takes."""

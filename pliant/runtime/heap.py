@@ -45,6 +45,11 @@ def release() -> None:
                 libc.mallopt(option, _set_by_user(_NAMES[option]) or usual)
 
 
+def is_held() -> bool:
+    """Whether freed memory is returned now."""
+    return _held > 0
+
+
 def give_back() -> None:
     """Return what is free inside the heap; nothing where nobody asked for it (`hold`)."""
     libc = _glibc()

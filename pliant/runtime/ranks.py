@@ -5,7 +5,7 @@ Every process runs the same code. Whatever may differ between them (seconds, bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ class Ranks:
 
     def __init__(self, ddp: DistributedDataParallel | None = None, shards: bool = False) -> None:
         """`shards`: parameters are spread over the processes (FSDP2)."""
-        self.ddp, self.shards = ddp, shards
+        self.ddp, self.shards, self.is_checked = ddp, shards, False
         self._group: Any = None  # of this model's processes; messages go through main memory, so that no GPU waits
         self._tensors: Any = None
         if (ddp is not None or shards) and dist.get_world_size(_group_of(ddp)) > 1:
@@ -53,7 +53,13 @@ class Ranks:
     @classmethod
     def of(cls, model: nn.Module, ddp: DistributedDataParallel | None = None) -> Ranks:
         """The processes of a model that may be wrapped by DDP, or sharded."""
-        return cls(ddp, any(is_sharded(param) for param in model.parameters()))
+        spread: list[Any] = [param for param in model.parameters() if is_sharded(param)]
+        if any(param.device_mesh.ndim > 1 or not param.placements[0].is_shard() for param in spread):
+            raise ValueError(
+                "some parameters are spread in more than one way (tensor parallel, or sharded and replicated): only those of "
+                "fully_shard over a mesh of one dimension can be chosen."
+            )
+        return cls(ddp, bool(spread))
 
     @property
     def is_alone(self) -> bool:
@@ -122,12 +128,19 @@ class Ranks:
             tensor /= dist.get_world_size(self._group)
         return tensor
 
-    def check_gradients(self, params: Mapping[str, nn.Parameter]) -> bool:
-        """An error where processes hold different gradients: they were not averaged, and weights would drift apart. False where
-        nobody has a gradient yet."""
-        if self._group is None or self.shards:
-            return True
-        mine = {name: _print_of(param.grad) for name, param in params.items()}
+    def average_gradients_(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The gradients of these tensors become their mean over all processes."""
+        for tensor in tensors if self._group is not None else ():
+            tensor.grad = self.average_(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+
+    def check_gradients(self, params: Mapping[str, nn.Parameter], chosen: Collection[str]) -> None:
+        """An error where processes hold different gradients: they were not averaged, and weights would drift apart.
+
+        Once for each selection (`is_checked`), as soon as there are gradients.
+        """
+        if self._group is None or self.shards or self.is_checked:
+            return
+        mine = {name: _print_of(params[name].grad) for name in sorted(chosen)}
         for other in self.each(lambda: mine):
             wrong = next((name for name in mine if other.get(name) != mine[name]), None)
             if wrong is not None:
@@ -135,7 +148,7 @@ class Ranks:
                     f"the gradient of {wrong!r} differs between processes: DistributedDataParallel does not average it. Wrap "
                     f"the model while all its parameters are trainable, with find_unused_parameters=True."
                 )
-        return any(one is not None for one in mine.values())
+        self.is_checked = any(one is not None for one in mine.values())
 
     def syncing(self, last: bool) -> AbstractContextManager[Any]:
         """Around one batch of a step: DDP averages gradients with the `last` one."""

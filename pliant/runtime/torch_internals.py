@@ -28,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "active_ddp",
     "add_to_each_",
+    "class_name",
     "clear_cublas_workspaces",
     "is_any_autocast_enabled",
     "is_compiled",
@@ -131,6 +132,11 @@ def active_ddp() -> Any:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is spread over several processes, as `fully_shard` does it. (To import its class takes long.)"""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
+
+
+def class_name(module: nn.Module) -> str:
+    """The class of a module as its author named it: `fully_shard` makes another one of it."""
+    return type(module).__mro__[2 if hasattr(module, "_get_fsdp_state") else 0].__name__
 
 
 def reshard_(model: nn.Module) -> None:

@@ -258,8 +258,7 @@ class Controller:
             left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
             if not self.feedback.may_correct(asked, change_seconds, left):
                 return None, None
-            # With a limit on memory there is no room for a full step.
-            self.feedback.correcting(self._is_share(now) and self.policy.budget.memory is None)
+            self.feedback.correcting(self._is_share(now) and self.policy.budget.memory is None)  # there is room for a full step
         note = None
         if self.feedback.turns is not None:
             if self.feedback.turns.goes_on(measure_full()):

@@ -64,8 +64,7 @@ class Loop:
         self.params = trainable(model)
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
-        self.steps = 0
-        self._probe_on = probe
+        self.steps, self._probe_on = 0, probe
         self.flags = UserFlags(model, self.params)
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
@@ -76,19 +75,14 @@ class Loop:
         self._full_steps = FullSteps(model, loss, self.params, engine, norms, update, self.laps, self.ranks)
         self.change_seconds = 0.0  # what the last change of the selection took
         self._shared_time: tuple[float, float] | None = None  # as it was at the first process when this step began
-        self._is_checked = False  # whether processes were seen to have the same gradients of this selection
         self.energy: EnergyUse | None = None  # where joules are limited
 
     # ------------------------------------------------------------ where it stands
 
     @property
     def progress(self) -> Progress:
-        elapsed, aside = self._shared_time or self._time
+        elapsed, aside = self._shared_time or self.time.now(self.steps, self.controller.feedback.mean)
         return Progress(self.steps, self.round, self.steps_per_epoch, self.total_steps, elapsed, aside)
-
-    @property
-    def _time(self) -> tuple[float, float]:
-        return self.time.elapsed, self.time.aside(self.steps, self.controller.feedback.mean)
 
     @property
     def round(self) -> int:
@@ -151,7 +145,8 @@ class Loop:
         self.log.note_rate(self.engine.optimizer, self.total_steps)
         batches.check_not_empty(batch)
         shared = self.budget.moves and not self.ranks.is_alone
-        self._shared_time = self.ranks.first(lambda: self._time) if shared else None
+        mean = self.controller.feedback.mean
+        self._shared_time = self.ranks.first(lambda: self.time.now(self.steps, mean)) if shared else None
         self._heed_flags()
         try:
             few = None if self.norms.is_settled else self._settle_norms(batch)
@@ -296,8 +291,8 @@ class Loop:
 
     def check_gradients(self) -> None:
         """Before the first optimizer step of a selection: all processes must have the same gradients."""
-        if not self._is_checked and self.controller.selection is not None:
-            self._is_checked = self.ranks.check_gradients({name: self.params[name] for name in sorted(self.selection.params)})
+        if self.controller.selection is not None:
+            self.ranks.check_gradients(self.params, self.selection.params)
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
         self.norms.hold_(self.params, chosen, limited=self.budget != Budget())
@@ -374,7 +369,7 @@ class Loop:
         self.controller.take(selection, replace(self.progress, round=selection.round))
         self.laps.new_round()
         self.change_seconds = self.ranks.slowest([self.laps.seconds((start, self.laps.watch.mark()))])[0]
-        self._is_checked = False
+        self.ranks.is_checked = False
         self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, self.resident.now())
 
     def apply_(self, selection: Selection) -> None:

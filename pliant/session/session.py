@@ -82,13 +82,12 @@ class Session:
         correct: bool = True,
         clock: Watch | None = None,
     ) -> None:
-        """`model` may be wrapped in DistributedDataParallel, or sharded by `fully_shard`.
-
-        `engine` names how steps run, or lets one rule pick ("auto"). `cache` is how many bytes of features may be kept by
-        sample, or a `Features`. `probe` are batches on which units are scored, in place of the one at hand. `prefix_dtype` is
-        what the frozen part before the first trained layer computes in. `profile` is a saved measurement to use instead of
-        measuring; without it, what an earlier run kept in the cache folder is used (unless `PLIANT_PROFILES=off`). `undo` keeps
-        what `delta` and `rollback` need. `clock` replaces the device's clock in a simulation.
+        """`model` may be in DistributedDataParallel, or sharded by `fully_shard`. `engine` names how steps run, or lets one
+        rule pick ("auto"). `cache` is how many bytes of features may be kept by sample, or a `Features`. `probe` are batches on
+        which units are scored, in place of the one at hand. `prefix_dtype` is what the frozen part before the first trained
+        layer computes in. `profile` is a saved measurement to use instead of measuring; without it, what an earlier run kept in
+        the cache folder is used (unless `PLIANT_PROFILES=off`). `undo` keeps what `delta` and `rollback` need. `clock` replaces
+        the device's clock in a simulation.
 
         `norm` says which batch norms use the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or
         as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the
@@ -110,8 +109,7 @@ class Session:
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
         changes.check_processes(ranks, policy.budget, policy.cost is timed and profile is None)
-        earlier = _OPEN[model]() if model in _OPEN else None
-        if earlier is not None:
+        if model in _OPEN and (earlier := _OPEN[model]()) is not None:
             earlier.close()
         arguments.check_alone(
             model, [other for other, one in _OPEN.items() if (held := one()) is not None and not held._closed]
@@ -244,8 +242,8 @@ class Session:
         changes.use_optimizer(self._loop, optimizer)
 
     def __repr__(self) -> str:
-        state, now = " (closed)" * self._closed, self._controller.selection
-        return f"<Session{state}: {described(self.policy, self.model, self.progress, self.engine, now, self.measured_seconds)}>"
+        what = self.policy, self.model, self.progress, self.engine, self._controller.selection, self.measured_seconds
+        return f"<Session{' (closed)' * self._closed}: {described(*what)}>"
 
     def _repr_html_(self) -> str:
         """How a notebook shows it: what the last rounds asked, predicted and measured, and what is chosen now."""

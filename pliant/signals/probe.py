@@ -19,9 +19,10 @@ from torch import nn
 
 from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
+from pliant.graph.backward import walk
 from pliant.runtime import torch_internals
 from pliant.runtime.batches import Around, Loss, Pieces
-from pliant.runtime.heap import give_back
+from pliant.runtime.heap import give_back, is_held
 from pliant.runtime.ranks import Ranks, local
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
@@ -65,8 +66,10 @@ def probe(
     is a `ProbeError`.
     """
     ranks = ranks or Ranks()
-    if ranks.shards and (signal.needs == "activation" or type(optimizer) not in ELEMENTWISE):
-        what = "the Fisher potential" if signal.needs == "activation" else f"the update of {type(optimizer).__name__}"
+    sliced = any(part.dim is not None for unit in units for part in unit.parts)
+    if ranks.shards and (signal.needs == "activation" or sliced or type(optimizer) not in ELEMENTWISE):
+        what = "the Fisher potential" if signal.needs == "activation" else "the value of channels"
+        what = what if signal.needs == "activation" or sliced else f"the update of {type(optimizer).__name__}"
         raise ValueError(f"{what} cannot be computed from parameters that fully_shard has spread: use another, or DDP.")
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
@@ -207,9 +210,11 @@ class _Stream:
             with self.around():
                 value = self.loss(self.model, batch)
             self.ranks.each(partial(_check_finite, value.detach()))
-            give_back()
             if not value.requires_grad:
                 return
+            if is_held():  # memory is limited: what each node frees goes back before the next one runs
+                for node in walk(value):
+                    node.register_prehook(lambda *_: give_back())
             scaled = value * self.scale if self.scale != 1.0 else value
             # Into these parameters alone: the loss may have some of its own.
             ends = into() if into is not None else list(self.params.values())

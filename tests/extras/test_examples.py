@@ -11,6 +11,8 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NEEDS = {"own_cnn": "sklearn", "text_hugging_face": "transformers", "webcam_few_shot": "PIL"}
+NEEDS |= {"hf_trainer": "transformers", "accelerate_loop": "accelerate", "lightning_fit": "lightning"}
+SEVERAL = ("ddp", "fsdp")  # processes
 SAYS = {
     "own_cnn": "test accuracy",
     "text_hugging_face": "step 10: loss",
@@ -18,6 +20,11 @@ SAYS = {
     "webcam_few_shot": "book: taken for",
     "preemptible": "goes on after step 15",
     "battery": "22:00 time=1.0",
+    "hf_trainer": "chosen: ",
+    "accelerate_loop": "chosen: ",
+    "lightning_fit": "chosen: ",
+    "ddp": "process 1 chose: ",
+    "fsdp": "process 1 chose: ",
 }
 
 
@@ -38,7 +45,8 @@ def test_every_example_is_tested() -> None:
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick"]
+    starter = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if name in SEVERAL else []
+    command = [sys.executable, *starter, str(EXAMPLES / f"{name}.py"), "--quick"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert SAYS[name] in done.stdout

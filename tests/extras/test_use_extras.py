@@ -18,9 +18,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import pliant
-from pliant import cli
+from pliant import PliantError, cli
 from pliant.apps import models
 from pliant.apps import trained as using
+from pliant.apps.data.inputs import TextInputs
 from pliant.apps.train import Options, train
 from pliant.cost.peaks import Peaks
 
@@ -110,6 +111,12 @@ def test_a_model_that_is_not_there_or_has_code_of_its_own_is_refused() -> None:
     with pytest.raises(ValueError, match="hf:bert cannot be loaded"):
         models.load("hf:bert", 2)
     assert not Path("called").exists()
+
+
+@needs_hf
+def test_a_damaged_tokenizer_is_told() -> None:
+    with pytest.raises(PliantError, match="cannot be read"):
+        TextInputs(8, '{"model": 3}')(["a text"])
 
 
 @needs_hf

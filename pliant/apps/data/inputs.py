@@ -7,7 +7,6 @@ both: `inputs(["a.jpg", "b.jpg"])`.
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from pliant.apps.data import audio, images
 from pliant.apps.data.errors import DataError, Skipped
-from pliant.apps.data.text import token_ids, word_ids
+from pliant.apps.data.text import token_ids, tokenizer, word_ids
 from pliant.apps.models.small import BUCKETS
 from pliant.runtime.working import told
 
@@ -114,7 +113,7 @@ class TextInputs(_Inputs):
         return token_ids(texts, self.tokenizer, length)
 
     def example(self, count: int) -> Tensor:
-        most = BUCKETS if self.tokenizer == "words" else max(len(json.loads(self.tokenizer)["model"].get("vocab", ())), 2)
+        most = BUCKETS if self.tokenizer == "words" else max(int(tokenizer(self.tokenizer).get_vocab_size()), 2)
         return torch.randint(1, most, (count, self.length))
 
 

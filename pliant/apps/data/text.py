@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from pliant.apps.data.errors import DataError
 from pliant.apps.models.small import BUCKETS
 from pliant.apps.optional import needed
 
@@ -26,7 +27,11 @@ def word_ids(text: str) -> list[int]:
 @lru_cache(maxsize=4)
 def tokenizer(content: str) -> Any:
     """A tokenizer of the package `tokenizers` from its JSON text."""
-    made: Any = needed("tokenizers", "hf", "this tokenizer").Tokenizer.from_str(content)
+    package = needed("tokenizers", "hf", "this tokenizer")
+    try:
+        made: Any = package.Tokenizer.from_str(content)
+    except Exception as error:  # the package raises no kind of its own
+        raise DataError(f"the tokenizer of this model cannot be read: {error}. Copy its weight file again.") from error
     made.no_padding()
     return made
 

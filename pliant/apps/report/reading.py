@@ -210,6 +210,7 @@ class _Reading:
         self.roof: LoggedRoofline | None = None
         self.no_roof = ""
         self.resident: int | None = None
+        self.growth: int | None = None
         self.options: dict[str, str] = {}
         self.total_steps: int | None = None
         self.by_class: dict[str, LoggedClasses] = {}
@@ -224,6 +225,8 @@ class _Reading:
             self.ended, self.result = False, {}
         if line.get("resident") is not None:
             self.resident = max(self.resident or 0, int(_number(line["resident"])))
+        if line.get("growth") is not None:
+            self.growth = max(self.growth or 0, int(_number(line["growth"])))
         if event == "run":
             self.options = {str(name): str(value) for name, value in line["options"].items() if value not in (None, False)}
             self.total_steps = int(_number(line["total_steps"]))
@@ -288,6 +291,7 @@ class _Reading:
             no_roof=self.no_roof,
             resumed=tuple(self.resumed),
             resident=self.resident,
+            growth=self.growth,
             options=self.options,
             total_steps=self.total_steps,
             by_class=tuple(self.by_class.values()),

@@ -129,6 +129,7 @@ class Run:
     no_roof: str = ""  # why there is none
     resumed: tuple[int, ...] = ()  # the steps at which it was resumed
     resident: int | None = None  # the largest resident memory of the process
+    growth: int | None = None  # how far its peak has risen since the session was opened
     options: Mapping[str, str] = field(default_factory=dict)  # of `pliant train`
     total_steps: int | None = None
     by_class: tuple[LoggedClasses, ...] = ()

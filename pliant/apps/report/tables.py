@@ -33,6 +33,7 @@ def facts(run: Run) -> Table:
     rows = [(names.get(key, key), value) for key, value in run.start.facts.items() if value]
     rows += [("units", str(len(run.units))), ("rounds", str(len(run.rounds))), ("steps", str(len(run.steps)))]
     rows += [("process memory", text.size(run.resident))] if run.resident is not None else []
+    rows += [("growth of its peak", text.size(run.growth))] if run.growth is not None else []
     rows += [("energy", text.joules(run.joules))] if run.joules is not None else []
     return Table("About this run", ("", ""), [*rows, ("state", state(run))], words=2)
 

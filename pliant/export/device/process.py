@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def run_device(job: Job, on_step: Callable[[int, float], None] | None = None) ->
                     on_step(len(losses), said["loss"])
             if "done" in said:
                 result = said["done"]
-                watch.stop()
+                watch.stop()  # before the delta is saved, which an app may do elsewhere
                 child.stdin.close()
         if child.wait() or not result:
             raise ExportError(f"the process that trains ended with code {child.returncode}. Its messages are above.")
@@ -191,7 +192,8 @@ def train(job: Job, say: Callable[[dict[str, Any]], None], wait: Callable[[], No
         raise ExportError(f"{job.data!r} has {len(arrays[0])} samples, fewer than one batch of {size}.")
     sgd = facts.sgd if job.lr is None else {**facts.sgd, "lr": job.lr}
     runner = Runner(Path(job.folder) / PROGRAM, facts.trains)
-    first = next(batches(arrays, size, job.seed))  # whatever Python loads for it is not the program's
+    first = next(batches(arrays, size, job.seed))
+    _warm_up()
     started = read_delta(job.start)[0] if job.start else {}
     say({"ready": True})
     wait()
@@ -206,9 +208,20 @@ def train(job: Job, say: Callable[[dict[str, Any]], None], wait: Callable[[], No
         seconds.append(time.process_time() - began)
         say({"loss": value})
     after = accuracy(runner, held_out, size) if held_out else None
+    say({"done": {"before": before, "after": after, "seconds": float(np.median(seconds)) if seconds else 0.0}})
+    wait()  # until what it held was read
     if job.out:
         save_delta(job.out, runner.weights(first), facts)
-    say({"done": {"before": before, "after": after, "seconds": float(np.median(seconds)) if seconds else 0.0}})
+
+
+def _warm_up() -> None:
+    """Use once what training uses: what Python and torch load then would look like memory of the program."""
+    import_module("safetensors.torch")
+    with torch.inference_mode():
+        some = torch.zeros(1, 2).clone()
+        int((some.argmax(1) == torch.zeros(1, dtype=torch.int64)).sum())
+        float(some[0, 0])
+        some.copy_(some + 1)
 
 
 def _main() -> None:
@@ -222,7 +235,6 @@ def _main() -> None:
 
     try:
         train(Job(**json.loads(sys.argv[1])), say, wait)
-        wait()  # so that what was held can still be read
     except ExportError as error:
         say({"error": str(error)})
 

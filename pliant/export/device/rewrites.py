@@ -75,8 +75,8 @@ def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> Node:
 def _differentiate_by_output_(graph: fx.Graph) -> None:
     """`hardtanh(x) <= low` is `x <= low`, and the same for `high`."""
     for node in calls(graph, aten.hardtanh.default):
-        x: Node = node.args[0]
-        low, high = [*node.args[1:], *(-1.0, 1.0)[len(node.args) - 1 :]]
+        args: list[Any] = list(node.args)
+        x, low, high = args + [-1.0, 1.0][len(args) - 1 :]
         for user in list(x.users):
             if (user.target, user.args[1:]) in ((aten.le.Scalar, (low,)), (aten.ge.Scalar, (high,))):
                 user.replace_input_with(x, node)
