@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test test-extras browser bench-quick clean
+.PHONY: install demo test test-extras browser bench-quick wheel docs clean
 
 install: $(STAMP)
 
@@ -27,13 +27,34 @@ test: $(STAMP) browser
 	$(BIN)/mypy pliant
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# Tests of optional packages, in an environment of their own.
-test-extras: .venv-extras/.installed
+# Tests of optional packages and of the examples, in an environment of their own; then the wheel, in a clean one.
+test-extras: .venv-extras/.installed wheel
 	OMP_NUM_THREADS=1 .venv-extras/bin/python -m pytest tests/extras
+	$(PYTHON) -m venv --clear build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt "$$(ls dist/*.whl)[images]"
+	cd build && OMP_NUM_THREADS=1 wheel/bin/python ../tests/extras/check_wheel.py
+
+# What a release uploads: dist/pliant-*.whl and dist/pliant-*.tar.gz.
+wheel: .venv-extras/.installed
+	rm -rf dist build/lib build/bdist.*
+	.venv-extras/bin/python -m build --outdir dist . > build.log || { cat build.log; exit 1; }
+	rm build.log
+	.venv-extras/bin/python -m twine check --strict dist/*
+
+# The documents as a site in build/site, from the same Markdown; a link that leads nowhere is an error.
+docs: .venv-docs/.installed
+	rm -rf build/docs build/site && mkdir -p build/docs
+	tar cf - README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples | tar xf - -C build/docs
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off mkdocs-material
+	touch $@
 
 .venv-extras/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-extras
-	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev,energy,ort,zoo]'
+	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev,energy,ort,zoo,hf,lightning,flower,executorch,onnx,datasets,examples]' build twine
 	touch $@
 
 # Small versions of the main tables, in build/bench. That of transfer.py needs the folder with data and weights in PLIANT_DATA.
@@ -46,5 +67,5 @@ bench-quick: $(STAMP)
 	@test -n "$$PLIANT_DATA" || echo "Left out: transfer, which needs data and weights (PLIANT_DATA=DIR make bench-quick)."
 
 clean:
-	rm -rf .venv .venv-extras .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-extras .venv-docs .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

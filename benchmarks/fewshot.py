@@ -22,7 +22,7 @@ the source. With `own rate` behind a name, each task has its own rate (`fewshot.
     random          random channels inside the budget of tinytrain
     tinytrain       the paper's selection; "exact": the best one under the same budget; "half": exact with half of the MACs;
                     "depthwise too": exact among all layers, with depthwise filters
-    pliant          exact, depthwise too, by the update gain of `recipes.pliant` instead of Fisher information
+    pliant          exact, depthwise too, by the update gain instead of Fisher information
 
 From `random` on, all stay inside 1 MB beyond inference and 0.15 of the MACs of a full backward pass. Accuracies do not depend
 on how many images a pass holds, because gradients accumulate over the whole support set; so runs use large passes.

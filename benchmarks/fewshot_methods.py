@@ -58,8 +58,8 @@ def chance() -> Policy:
 
 
 def channels_by_gain() -> Policy:
-    """The signal of `recipes.pliant` with channels as units: hardly a whole layer fits into this little memory."""
-    return replace(with_depthwise(tinytrain(exact=True)), signal=recipes.pliant().signal, name="pliant")
+    """The update gain with channels as units: hardly a whole layer fits into this little memory."""
+    return replace(with_depthwise(tinytrain(exact=True)), signal=score.update_gain(), name="pliant")
 
 
 class LowRank(nn.Module):

@@ -43,6 +43,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,9 @@ def judge(session: Session, chosen: list[frozenset[str]], again: bool = True) ->
 def limited(row: Row, kind: str, found: dict[str, Any]) -> dict[str, str]:
     """Six steps inside a budget; saved in the middle, and gone on with from there by a fresh model. Reasons by check."""
     case = row.build()
-    policy = recipes.pliant(**{kind: TIME if kind == "time" else MEMORY}, when=schedule.every(steps=EVERY))
+    limit = {kind: TIME if kind == "time" else MEMORY}
+    policy = recipes.pliant(**limit, when=schedule.every(steps=EVERY), head_first=0)
+    policy = replace(policy, signal=score.update_gain())  # from one batch: six steps are too few to compare several
     before = outside(case.model)
     with tempfile.TemporaryDirectory() as folder:
         saved, log = Path(folder, "run.pt"), Path(folder, "run.jsonl")

@@ -4,6 +4,7 @@
     python benchmarks/memory.py --device cuda      # some minutes on a GPU
     python benchmarks/memory.py --quick            # two small networks at 64²: about a minute
     python benchmarks/memory.py --limits 64MB 16MB # sessions with a memory budget: is it kept?
+    python benchmarks/memory.py --resident         # the same by the operating system's count; each cell in its own process
 
 For each network, batch and selection, every way to run it has its own copy of the network and takes the same step:
 
@@ -22,7 +23,8 @@ Kept: what is alive after the forward pass and was not before it, without the lo
 optimizer state included, less the peak of an inference pass over the same batch (no gradients, evaluation mode). Parameters and
 the batch do not count. On a CPU every tensor is followed, which does not see scratch memory inside a kernel; in brackets is the
 same difference as PyTorch's allocator reports it, which sees most of it. On a GPU the allocator counts. The resident set of the
-process is not reported: ways that share a process, as they must to share a clock, cannot be told apart by it.
+process is not reported: ways that share a process, as they must to share a clock, cannot be told apart by it. With `--resident`
+each cell has a process of its own (benchmarks/resident.py).
 
 Time: the ways take turns. CPU: CPU time of one thread, the fastest step. GPU: synchronised wall time, medians.
 """
@@ -42,6 +44,7 @@ from typing import Any
 
 import nets
 import record
+import resident
 import torch
 from meter import LiveBytes, allocated_peak, state_bytes, tensor_bytes
 from slices import quarter
@@ -252,7 +255,7 @@ def cell(name: str, size: int, selection: str, ways: Collection[str], setting: d
 
 def by_layer(limit: str) -> Policy:
     """Layers by update gain: the default recipe."""
-    return recipes.pliant(memory=limit)
+    return recipes.pliant(memory=limit, head_first=0)
 
 
 def by_channel(limit: str) -> Policy:
@@ -350,6 +353,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help=f"{PLAIN} always runs too")
     parser.add_argument("--limits", nargs="+", default=None, help="instead: sessions with memory=… (64MB 0.2 …)")
     parser.add_argument("--chooses", choices=list(CHOOSERS), default="layers", help="what those sessions choose")
+    parser.add_argument("--resident", action="store_true", help="instead: the peak resident memory of whole processes")
+    parser.add_argument("--steps", type=int, default=6, help="of a process (--resident)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:
@@ -357,6 +362,16 @@ def main() -> None:
         args.networks, args.batches = args.networks or list(QUICK), args.batches or [1, 8]
     args.pixels = args.pixels or (224 if args.device == "cuda" else 128)
     setting = {k: getattr(args, k) for k in ("device", "pixels", "repeats", "norm")}
+    if args.resident:
+        setting = {"pixels": args.pixels, "steps": args.steps}
+        out = record.out(args, "resident")
+        rows = record.load(out, setting)
+        for cell in resident.QUICK if args.quick else resident.FULL:
+            if not any({"time": None, **cell}.items() <= row.items() for row in rows):
+                rows.append(resident.measured({"time": None, **cell, **setting}))
+                record.save(out, setting, rows, resident.table(rows))
+        print(resident.table(rows))
+        return
     if args.limits:
         out = args.out or record.place("memory_limits", args.device)
         rows = record.load(out, setting)

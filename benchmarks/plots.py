@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fewshot
+import fleets
 import record
 import transfer_table
 
@@ -98,6 +99,21 @@ def against_full(out: Path) -> None:
     save(pyplot, fig, out / "fewshot_h200.svg")
 
 
+def over_rounds(out: Path) -> None:
+    """Accuracy over the simulated clock of a fleet, every method; the mean of each round and the two before it."""
+    cells = [
+        c for c in record.cells(RESULTS / "fleet_digits_cpu.json") if (c["alpha"], c["clients"]) == (0.1, 20) and not c["seed"]
+    ]
+    pyplot, fig, (axes,) = figure()
+    for cell in cells:
+        ours = {"color": OURS, "linewidth": 2.4, "zorder": 3} if cell["method"] == "pliant" else {"linewidth": 1.2}
+        axes.plot(cell["clock"], [100 * a for a in fleets.smooth(cell["accuracy"])], marker=".", label=cell["method"], **ours)
+    title = "20 clients of four speeds, Dirichlet 0.1, digits, seed 0"
+    axes.set(xlabel="simulated seconds", ylabel="test accuracy, %", title=title)
+    axes.legend(frameon=False, fontsize=8)
+    save(pyplot, fig, out / "fleet_digits_cpu.svg")
+
+
 def save(pyplot: Any, fig: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
@@ -114,6 +130,7 @@ def main() -> None:
     for name in TRANSFER:
         over_time(name, args.out)
     against_full(args.out)
+    over_rounds(args.out)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,20 @@ SECTIONS = (
         ("step_x86_ort_64", "step_x86_ort_128", "step_cpu", "step_arm_cpu", "step_h200"),
     ),
     Section(
+        "Language models in Trainer",
+        """Whole steps of Hugging Face Trainer, 8 × 512 random tokens, bfloat16, networks of these shapes with random weights.
+Memory is the peak beyond weights and beyond inference. LoRA: rank 16 on queries and values, by peft.""",
+        "python benchmarks/language.py --device cuda --parts step",
+        ("language_step_h200",),
+    ),
+    Section(
+        "Several processes",
+        """Two gloo processes against one with the same global batches, in float64. *Off by*: the largest difference.
+Second table: a step that trains the last half of a network, by the way that its gradients are averaged.""",
+        "python benchmarks/processes.py",
+        ("processes_cpu",),
+    ),
+    Section(
         "Whole runs on each engine",
         "EfficientNet-Lite0 on handwritten digits, the last quarter of the parameter tensors trained.",
         "python benchmarks/end_to_end.py      # GPU: --device cuda",
@@ -107,6 +121,22 @@ SECTIONS = (
         ("layers_vs_tensors_cpu", "layers_vs_tensors_h200"),
     ),
     Section(
+        "Networks in a world that changed",
+        """A network tuned on Pets adapts to five images per class after a shift of the input, the features, the labels, its own
+weights, or the classes. Test accuracies in percent. *Worst*: the lowest difference to the better of `nothing` and `head`.
+Arms other than `head` and `pliant` have one seed and two rates. Not run yet: `middle`, `lora`, `elastic_trainer`, most arms at
+0.5, shares of time. This version ranked layers by agreement without the weights' size, and kept the norms of `elastic_layers`
+on running statistics, with which it diverges at these rates ([notebook](notebook.md)).""",
+        "python benchmarks/shift.py --data DIR --device cuda --jobs 15 --steps 200",
+        ("shift_h200",),
+    ),
+    Section(
+        "A stream without labels",
+        "Noise, contrast and blur, one after another, in 12 batches. Each batch is classified once, by the pass that adapts.",
+        "python benchmarks/unlabelled.py --data DIR --many 4 --batches 16",
+        ("unlabelled_cpu",),
+    ),
+    Section(
         "Channels of a layer",
         "A quarter of the channels: time of the weight gradient, and bytes of gradient and optimizer state.",
         "python benchmarks/slices.py",
@@ -119,11 +149,26 @@ SECTIONS = (
         ("fewshot_costs_cpu",),
     ),
     Section(
+        "Fleets",
+        """Federated training on a simulated clock ([fleets](fleets.md)): devices one to four times as slow as this machine.
+*Late* are client rounds that end after the deadline; a round waits for them. *Sent back* is the mean of a client's round.
+Accuracies are means over three rounds. Second table: `kill -9` at random moments. Third: what a server and its links need;
+the last columns multiply one update by the devices of a round.""",
+        "python benchmarks/fleets.py; python benchmarks/fleet_kills.py; python benchmarks/fleet_server.py",
+        ("fleet_digits_cpu", "fleet_kills_cpu", "fleet_server_cpu"),
+    ),
+    Section(
         "Faults and hostile files",
         """A trial is a fault, and what must hold after it. *Torn*: a file is not whole, or holds what was never saved.
 *Lost*: a run cannot go on, or ends with other weights. *Executed*: code that a file names was run.""",
         "python benchmarks/faults.py",
         ("faults_cpu",),
+    ),
+    Section(
+        "Starting the command",
+        "CPU seconds until help is there, against Python alone. The help of a subcommand imports PyTorch.",
+        "python benchmarks/startup.py",
+        ("startup_cpu",),
     ),
     Section(
         "Solvers",

@@ -13,9 +13,8 @@ weights of one layer in five of that half. What is timed:
 
 Plain freezing sets `requires_grad`, and frozen batch norms use their running statistics. On a CPU, networks for images also run
 plain freezing with the model and the batch channels-last; ratios refer to the faster of the two layouts. Sessions get the model
-and the batch in the default layout. `cache`: every batch was seen before,
-so a session reads the features before the first trained layer from its cache. On a GPU all ways use bfloat16 autocast, and
-channels-last for images.
+and the batch in the default layout. `cache`: every batch was seen before, so a session reads the features before the first
+trained layer from its cache, which is on the device. On a GPU all ways use bfloat16 autocast, and channels-last for images.
 
 The ways take turns. CPU: CPU time of one thread (wall time of several), the fastest step of each. GPU: synchronised wall time,
 medians.
@@ -40,7 +39,7 @@ import torch
 from torch import nn
 from training import freeze_, last_share, plain_step, seconds_of, sgd, typical
 
-from pliant import Session, models, recipes
+from pliant import Features, Session, models, recipes
 
 NETWORKS = ("mobilenet_v2", "efficientnet_lite0", "resnet50", "vit_tiny", "text_encoder")
 BATCHES = (4, 8, 32, 64)
@@ -71,7 +70,8 @@ def session(model: nn.Module, batch: Any, loss: Any, chosen: list[str], way: str
     engine, _, cache = way.partition(", ")
     full = len(chosen) == len(list(model.parameters()))
     policy = recipes.full() if full else recipes.only(*chosen)
-    mine = Session(model, sgd(model), loss, policy, engine=engine, cache="8GB" if cache else None)
+    features = Features("8GB", device=batch[0].device) if cache else None
+    mine = Session(model, sgd(model), loss, policy, engine=engine, cache=features)
     ids = list(range(len(batch[1]))) if cache else None
     return mine, lambda: mine.step(batch, ids)
 

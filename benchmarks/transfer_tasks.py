@@ -73,7 +73,7 @@ class Backbone:
     weights: str  # a file of the folder; empty: from a package
     build: Callable[[Path, int], nn.Module]
     kind: str  # of its input: images, text or sound
-    norm: images.PixelStats = (0.0, 1.0)
+    pixel_stats: images.PixelStats = (0.0, 1.0)
     pixels: int = 0  # default side of an image on a GPU
     pixels_cpu: int = 0  # and on a CPU
     optimizer: str = "sgd"

@@ -14,6 +14,7 @@ ROOM_OF = {
     "pliant.energy": "pliant.runtime.energy",
     "pliant.fewshot": "pliant.apps.fewshot",
     "pliant.images": "pliant.apps.data.images",
+    "pliant.losses": "pliant.runtime.losses",
     "pliant.measure": "pliant.cost.measure",
     "pliant.models": "pliant.apps.models",
     "pliant.recipes": "pliant.planning.recipes",

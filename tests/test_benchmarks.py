@@ -29,13 +29,29 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
+def defined(place: Path) -> set[str]:
+    """The public names that a module defines, read from its source; of a package, those in its `__all__`."""
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    offered = [
+        ast.literal_eval(node.value)
+        for node in body
+        if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets)
+    ]
+    own = {node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")}
+    return set(offered[0]) if offered else own
+
+
 def is_public(module: str, name: str | None = None) -> bool:
     """Whether users may import this module, or this name from it: what `pliant` and its public modules export."""
+    is_integration = module.startswith("pliant.integrations.") and module.count(".") == 2
     if name is None:
-        return module == "pliant" or module in ROOM_OF
+        return module in ("pliant", "pliant.export") or module in ROOM_OF or is_integration
     if module == "pliant":
         return name in pliant.__all__ or f"pliant.{name}" in ROOM_OF
-    if module not in ROOM_OF:
+    if is_integration:  # what it stands on need not be installed
+        return name in defined(Path(pliant.__file__).parent.parent / module.replace(".", "/"))
+    if module != "pliant.export" and module not in ROOM_OF:
         return False
     there = importlib.import_module(module)
     own = [key for key, value in vars(there).items() if getattr(value, "__module__", there.__name__) == there.__name__]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import io
 import json
 import os
@@ -15,20 +17,24 @@ import tiny
 from command import python_path, run, text
 from PIL import Image
 from rich.console import Console
+from typer.testing import CliRunner
 
 import pliant
+from pliant import cli
 from pliant.apps import data, models
 from pliant.apps.fewshot import meta
 from pliant.apps.models import FoldedNet
-from pliant.cli import app, live, progress
+from pliant.cli import live, progress
+from pliant.cli.app import COMMANDS
 from pliant.runtime.files import write_aside
 
 
 def test_version_and_an_example_in_the_help_of_every_command() -> None:
     assert run(["--version"]).output.strip() == f"pliant {pliant.__version__}"
-    names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
-    assert {"train", "plan", "demo", "meta-train"} <= set(names)
-    for name in names:
+    assert {"train", "plan", "demo", "meta-train"} <= set(COMMANDS)
+    listed = text(run(["--help"]))
+    for name, about in COMMANDS.items():
+        assert name in listed and about in listed
         shown = run([name, "--help"])
         assert shown.exit_code == 0 and f"Example: pliant {name}" in text(shown)
 
@@ -183,8 +189,45 @@ def test_every_command_exits_with_2_where_an_option_is_wrong_and_with_1_where_it
 ) -> None:
     shown = run(arguments)
     assert (shown.exit_code, said in text(shown)) == (code, True), shown.output
+    assert shown.stderr.startswith("pliant: ") and shown.stderr.count("\n") == 1  # one line, where errors belong
     assert "Traceback" not in shown.output and "Sampling(" not in shown.output
     assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("world")
+def test_an_error_is_one_line_on_a_narrow_screen_too() -> None:
+    for arguments in (["report", "nothing"], ["train", "--epochs", "many"], ["tarin"], ["--verson"]):
+        shown = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "30", "FORCE_COLOR": None})
+        assert shown.exit_code == 2 and shown.stdout == ""
+        assert shown.stderr.count("\n") == 1 and len(shown.stderr) > 30 and "\x1b" not in shown.stderr
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; from pliant.cli import app; app(['--help'], standalone_mode=False); print(sorted(sys.modules))"
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "meta-train" in done.stdout
+    assert not {"'torch'", "'numpy'", "'scipy'", "'jinja2'"} & set(done.stdout.rpartition("[")[2].rstrip("]\n").split(", "))
+
+
+def test_every_public_name_is_where_editors_look_for_it() -> None:
+    """The table that Python reads and the imports that type checkers read are one list."""
+    tree = ast.parse(Path(pliant.__file__).read_text())
+    block = next(each for each in tree.body if isinstance(each, ast.If))
+    homes = {}
+    for each in block.body:
+        assert isinstance(each, ast.ImportFrom) and each.module is not None
+        for name in each.names:
+            found = importlib.import_module(each.module)
+            homes[name.asname or name.name] = getattr(found, name.name, None) or importlib.import_module(
+                f"{each.module}.{name.name}"
+            )
+    assert sorted(homes) == pliant.__all__ == sorted(pliant._HOMES)
+    assert all(getattr(pliant, name) is found for name, found in homes.items())
+    assert set(pliant.__all__) <= set(dir(pliant))
+    with pytest.raises(AttributeError, match="has no attribute 'Sesion'"):
+        _ = pliant.Sesion
+    assert (Path(pliant.__file__).parent / "py.typed").exists()
 
 
 def test_a_run_of_meta_training_resumes_with_the_same_number_of_images(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +271,7 @@ def stopped_at(module):
     finally:
         del sys.meta_path[0]
 
-print([stopped_at(module) for module in ("pliant.apps.tasks", "pliant.cli.watch", "pliant.apps.train.run")])
+print([stopped_at(module) for module in ("pliant.apps.doctor", "pliant.cli.doctor", "pliant.apps.models")])
 """
     environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run([sys.executable, "-c", code, "doctor", "--no-peaks"], env=environment, capture_output=True, text=True)

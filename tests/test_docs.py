@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[str]:
@@ -53,6 +53,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         there = page.parent / target if target else page
         assert there.exists(), f"{page.name} → {target}"
         assert not anchor or anchor in anchors(there), f"{page.name} → {target}#{anchor}"
+
+
+def test_every_page_is_part_of_the_site() -> None:
+    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {page.relative_to(ROOT).as_posix() for page in PAGES} <= listed
+    assert all((ROOT / page).exists() for page in listed)
 
 
 def test_the_published_tables_are_the_measured_ones() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,18 +310,31 @@ def test_the_model_is_the_users_own_at_any_moment(engine: str, monkeypatch: pyte
     assert seen
 
 
-def test_in_the_callers_own_loop_they_step_aside_and_say_so() -> None:
+def test_in_the_callers_own_loop_the_prefix_runs_and_graphs_say_why_not() -> None:
     model = Residual().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+    other = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.SGD(one.parameters(), lr=2**-5) for one in (model, other))
     batch = torch.randn(5, 3, 6, 6, dtype=torch.float64), torch.zeros(5, dtype=torch.long)
-    with Session(model, optimizer, classify, recipes.only("head*"), engine="prefix") as session:
-        session.before_step(batch)
-        optimizer.zero_grad()
-        classify(model, batch).backward()
-        optimizer.step()
-        assert "session.step" in session.why_not["prefix"]
-        session.step(batch)
-        assert session.why_not == {}
+    with Session(model, optimizer, classify, recipes.only("head*"), engine="prefix+graphs", norm="frozen") as session:
+        for _ in range(4):  # the first forward pass is recorded, later ones follow it
+            session.before_step(batch)
+            twin = copy.deepcopy(model)
+            assert "session.step" in session.why_not["graphs"] and session.engine == "prefix"
+            optimizer.zero_grad()
+            loss = classify(model, batch)
+            loss.backward()
+            with torch.no_grad():
+                for param in twin.parameters():
+                    param.zero_()
+            torch.testing.assert_close(classify(twin, batch).item(), math.log(4))  # a copy has a forward pass of its own
+            optimizer.step()
+        assert session._engine._prefix._replayed == 3 and "prefix" not in session.why_not
+    assert "forward" not in vars(model)
+    with Session(other, plain, classify, recipes.only("head*"), engine="plain", norm="frozen") as session:
+        for _ in range(4):
+            session.step(batch)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_cache_in_a_loop_of_your_own_blames_the_loop() -> None:

@@ -114,7 +114,7 @@ OTHERS: dict[str, Callable[[], Profile]] = {
     "several batches for a step": lambda: profile_of(accumulate=2),
     "norms that rest": lambda: profile_of(norm="frozen"),
     "norms as they are": lambda: profile_of(norm="as-is"),
-    "measured where memory is short": lambda: profile_of(policy=replace(recipes.pliant(memory="1GB"), cost=measure.timed)),
+    "measured where memory is short": lambda: profile_of(policy=recipes.pliant(time=1.0, memory="1GB")),
 }
 
 

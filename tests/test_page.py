@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 from runlogs import hostile, lines, train
 
 from pliant.apps import report, watch
+from pliant.apps.report.run import LoggedClasses
 from pliant.core import text as markup
 from pliant.session import run_log as runlog
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 CONTRAST = """() => {
   const linear = (v) => v <= 10 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4;
   const light = ([r, g, b]) => .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b);
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const parse = (text) => text.match(/[\\d.]+/g).map((n, i) => Number(n) * (text.startsWith("color(") && i < 3 ? 255 : 1));
   const behind = (e) => { for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor);
     if (!e.matches(".dot") && (c.length < 4 || c[3] > 0)) return c; } };  // a dot's name stands beside it
   const out = [];
@@ -69,10 +70,19 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     """Pages to look at: one run, three runs, one run told by somebody hostile."""
     place = tmp_path_factory.mktemp("pages")
     run, bad = report.load(folder), report.load(hostile(place / "bad", folder))
-    runs = {"one": [run], "three": report.named([run, run, run]), "hostile": [bad]}
+    runs = {"one": [run], "three": report.named([run, run, run]), "hostile": [bad], "first": [_first_round(run)]}
     for name, shown in runs.items():
         (place / f"{name}.html").write_text(report.page(shown), encoding="utf-8")
     return {name: place / f"{name}.html" for name in runs}
+
+
+def _first_round(run: report.Run) -> report.Run:
+    """The same run while it trains, in its first round, with one step that took a thousand times as long."""
+    first = run.chosen[0]
+    slow = replace(first.steps[1], seconds=1000 * (first.steps[1].seconds or 1.0))
+    chosen = replace(first, steps=(first.steps[0], slow, first.steps[2]))
+    classes = LoggedClasses("validation split", ("cat", "dog"), {(0, 0): 3, (0, 1): 1, (1, 0): 3, (1, 1): 1})
+    return replace(run, chosen=(chosen,), ended=False, total_steps=12, began=(100.0, 0), written=103.0, by_class=(classes,))
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +181,33 @@ def test_the_map_can_be_walked_by_keyboard(open_tab: Opens, files: dict[str, Pat
     assert page.evaluate(where) is None
 
 
-@pytest.mark.parametrize("name", ["one", "three", "hostile"])
+def test_a_run_in_its_first_round_shows_progress_fills_the_map_and_marks_slow_steps(
+    open_tab: Opens, files: dict[str, Path]
+) -> None:
+    for width in (1100, 400):
+        page = open_tab(files["first"].as_uri(), width).page
+        assert page.locator(".progress").inner_text() == "step 3 of 12 (25%), 9 s left"
+        assert page.locator("progress").evaluate("each => each.value") == 0.25
+        frame, cell = page.locator(".frame").bounding_box(), page.locator(".map tbody td").first.bounding_box()
+        assert frame is not None and cell is not None and page.locator(".map thead th").count() == 2
+        assert cell["x"] + cell["width"] > frame["x"] + frame["width"] - 20 and cell["width"] > frame["width"] / 3
+        mark, field_ = page.locator(".field .above"), page.locator(".promises .field").first.bounding_box()
+        box = mark.bounding_box()
+        assert mark.count() == 1 and box is not None and field_ is not None and abs(box["y"] + box["height"] - field_["y"]) < 1
+        assert "slower, up to" in page.locator(".promises .legend").first.inner_text()
+        assert page.locator(".confusion td").all_inner_texts() == ["3", "1", "3", "1"]
+        assert page.locator(".roofline .unit").count() == 4  # every dot has its name
+
+
+def test_runs_are_drawn_over_each_other(open_tab: Opens, files: dict[str, Path]) -> None:
+    page = open_tab(files["three"].as_uri()).page
+    charts = page.locator(".curves .chart")
+    assert charts.count() == 3 and [charts.nth(0).locator(f"svg .run{i}").count() for i in range(4)] == [1 + 1, 2, 2, 0]
+    colours = page.evaluate("() => [0, 1, 2].map(i => getComputedStyle(document.querySelector(`.curves .run${i}`)).stroke)")
+    assert len(set(colours)) == 3
+
+
+@pytest.mark.parametrize("name", ["one", "three", "hostile", "first"])
 @pytest.mark.parametrize("width", [400, 320])
 def test_nothing_is_wider_than_a_phone(open_tab: Opens, files: dict[str, Path], name: str, width: int) -> None:
     page = open_tab(files[name].as_uri(), width).page
@@ -187,10 +223,11 @@ def test_nothing_is_wider_than_a_phone(open_tab: Opens, files: dict[str, Path], 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_is_legible_and_shades_are_in_order(open_tab: Opens, files: dict[str, Path], dark: bool) -> None:
-    page = open_tab(files["three"].as_uri(), dark=dark).page
-    page.evaluate("() => document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-    ratio, where = page.evaluate(CONTRAST)
-    assert ratio >= 4.5, where
+    for name in ("first", "three"):
+        page = open_tab(files[name].as_uri(), dark=dark).page
+        page.evaluate("() => document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        ratio, where = page.evaluate(CONTRAST)
+        assert ratio >= 4.5, where
     shades = page.evaluate(SHADES)
     assert shades == sorted(shades, reverse=not dark)  # by lightness alone, so by every eye
     assert all(abs(a - b) > 15 for a, b in pairwise(shades))

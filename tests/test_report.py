@@ -6,18 +6,20 @@ import re
 from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import command
 import pytest
+import tiny
 from hypothesis import given
 from instances import chain_profile, laws, profiles, units
 from runlogs import BAD, batches, evaluated, hostile, lines, opened, rewrite, train
 
 from pliant import Cost, PliantError, Profile, Selection, Unit, recipes
 from pliant.apps import report
-from pliant.apps.report import LogError, figures, tables
+from pliant.apps.report import LogError, figures, tables, tiles
 from pliant.apps.report.run import blocks
 from pliant.core import text as markup
 from pliant.cost.profile import SPLIT, ChargeKind
@@ -220,7 +222,7 @@ def test_whatever_a_line_holds_there_is_a_page_or_a_clear_error(log: Path) -> No
 def test_recipes_that_count_instead_of_timing_have_a_page(recipe: object, tmp_path: Path) -> None:
     run = report.load(train(tmp_path, 4, replace(recipe, when=recipes.full().when)))  # type: ignore[type-var]
     page = report.page([run])
-    assert "Median step" in page and "Seconds are measured but not predicted" in page
+    assert "Mean step" in page and "Seconds are measured but not predicted" in page
     assert ("Compute as a share" in page) == ("green" in run.start.facts["policy"])
 
 
@@ -228,6 +230,84 @@ def test_events_of_others_are_passed_over(log: Path) -> None:
     before = report.load(log)
     runlog.append(log, [{"event": "weather", "rain": True}])
     assert report.load(log) == before
+
+
+def test_the_page_shows_the_figures_of_the_terminal(place: Path) -> None:
+    flags = ["--data", tiny.DATA, "--size", "8", "--batch", "10", "--scratch", "--device", "cpu", "--epochs", "2"]
+    shown = command.run(["train", "--model", tiny.MODEL, *flags, "--measure-memory", "--time", "100%", "--out", "run"])
+    assert shown.exit_code == 0, shown.output
+    said, run = command.text(shown), report.load("run")
+    page, best = report.page([run]), run.best
+    assert best is not None and run.step_seconds is not None and run.bytes is not None
+    assert f"best {markup.percent(best.accuracy)} at step {best.step}; {markup.seconds(run.step_seconds)} per step" in said
+    assert f"training took {markup.seconds(run.seconds)} with" in said
+    assert f"beyond inference: {markup.size(run.bytes)} measured" in said
+    full = next(line for line in lines(place / "run" / "run.jsonl") if line["event"] == "summary")
+    assert run.full.seconds == full["full_step_seconds"] and f"steps of {markup.seconds(run.full.seconds)}" in said
+    assert f"full training: {markup.seconds(full['full_seconds'])}" in page
+    for figure in (
+        markup.percent(best.accuracy),
+        markup.seconds(run.seconds),
+        markup.seconds(run.step_seconds),
+        markup.size(run.bytes),
+    ):
+        assert f"<b>{figure}</b>" in page
+    assert run.total_steps == len(run.steps) == 14 and run.options["data"] == tiny.DATA
+    rates = [step.lr for step in run.steps]
+    assert rates[0] == 0.03 and all(a is not None and b is not None and b < a for a, b in pairwise(rates))
+    found = run.by_class[0]
+    assert set(found.names) == {"top", "left", "rows", "columns"} and sum(found.confusion.values()) == 20
+    assert sum(found.confusion.get((i, i), 0) for i in range(4)) / 20 == pytest.approx(best.accuracy)
+    assert "the last 6 of every epoch" in page and "Results by class" in page and "Learning rate" in page
+
+
+def test_joules_are_shown_where_there_was_a_meter(log: Path) -> None:
+    assert "<dt>Energy</dt>" not in report.page([report.load(log)])
+    runlog.append(log, [{"event": "summary", "joules": 1234.0, "seconds": 12.0}])
+    run = report.load(log)
+    assert "<dt>Energy</dt><dd><b>1.23 kJ</b>" in report.page([run]) and "Energy: no meter" not in report.page([run])
+    both = tables.comparison(report.named([run, replace(run, result={})]))
+    assert both.columns[-2] == "energy" and [row[-2] for row in both.rows] == ["1.23 kJ", "–"]
+
+
+def test_results_by_class_name_the_usual_mistake(log: Path) -> None:
+    line = {"event": "classes", "step": 12, "weights": "best", "split": "validation", "classes": ["cat", "dog", "<b>"]}
+    runlog.append(log, [{**line, "confusion": [[0, 0, 1], [0, 1, 2], [0, 2, 1], [1, 1, 2]]}])
+    run = report.load(log)
+    assert [row[1:] for row in tables.by_class(run.by_class[0]).rows] == [
+        ("dog (2)", "4", "25.0%", "100.0%"),
+        ("–", "2", "100.0%", "50.0%"),
+        ("–", "0", "–", "0.0%"),
+    ]
+    page = report.page([run])
+    assert "&lt;b&gt;" in page and "validation split, best weights (step 12): 50.0%, 3 of 6 samples" in page
+    runlog.append(log, [{**line, "confusion": [[0, 3, 1]]}])
+    with pytest.raises(LogError, match="there is no class 3"):
+        report.load(log)
+
+
+def test_a_run_is_announced_before_anything_is_measured(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    begins = {"event": "run", "options": {"data": "digits", "lr": 0.1, "exact": False}, "total_steps": 40}
+    runlog.append(log, [begins])
+    run = report.load(log)
+    assert run.options == {"data": "digits", "lr": "0.1"} and tiles.progress(run) == tiles.Progress(0.0, "starting")
+    runlog.append(log, [{"event": "evaluated", "step": 0, "accuracy": 0.1, "loss": 2.0, "seconds": 0.0}])
+    assert "measuring what each layer costs" in report.page([report.load(log)])
+    other = train(tmp_path / "other", 4) / "run.jsonl"
+    runlog.append(log, lines(other))
+    run = report.load(log)
+    assert run.earlier == 0 and run.total_steps == 40 and run.evaluations[0].step == 0 and len(run.steps) == 4
+    runlog.append(log, [begins])
+    assert report.load(log).earlier == 1 and not report.load(log).steps
+
+
+def test_the_rest_of_a_run_takes_as_long_as_its_steps_so_far(log: Path) -> None:
+    run = replace(report.load(log), ended=False, total_steps=48, began=(1000.0, 0), written=1030.0)
+    assert run.seconds_left == 90.0
+    assert tiles.progress(run) == tiles.Progress(0.25, "step 12 of 48 (25%), 90 s left")
+    resumed = replace(run, began=(1000.0, 6))
+    assert resumed.seconds_left == 180.0
 
 
 # ---------------------------------------------------------------- what it says

@@ -36,9 +36,9 @@ BESIDES = {
     "cost": {"scipy"},
     "engine": {"triton", "onnx", "onnxruntime"},
     "session": {"safetensors"},
-    "integrations": {"transformers", "accelerate", "lightning", "flwr", "safetensors"},
+    "integrations": {"transformers", "accelerate", "lightning", "pytorch_lightning", "flwr", "safetensors"},
     "export": {"executorch", "onnx", "onnxruntime", "safetensors"},
-    "apps": {"safetensors", "rich", "sklearn", "PIL", "jinja2"},
+    "apps": {"safetensors", "rich", "sklearn", "scipy", "PIL", "jinja2"},
     "cli": {"rich", "typer"},
 }
 

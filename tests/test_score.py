@@ -138,6 +138,16 @@ def test_a_scheduler_sets_the_rate_and_does_not_see_the_probe() -> None:
     assert after == close({name: value / 2 for name, value in before.items()})
 
 
+def test_a_warm_up_that_begins_at_zero_scores_by_the_rate_that_it_leads_to() -> None:
+    model, loss, batch = next(iter(ZOO.values())).make()
+    optimizer = adamw(model)
+    values = probe(GAIN, model, optimizer, loss, batch)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert probe(GAIN, model, optimizer, loss, batch) == values and any(value > 0 for value in values.values())
+    assert optimizer.param_groups[0]["lr"] == 0.0
+
+
 def test_step_hooks_of_the_optimizer_do_not_fire() -> None:
     model, loss, batch = ZOO["misordered"].make()
     optimizer, fired = adamw(model), []

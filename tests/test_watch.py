@@ -15,7 +15,7 @@ from pathlib import Path
 
 import command
 import pytest
-from runlogs import BAD, hostile, train
+from runlogs import BAD, hostile, lines, train
 
 from pliant import PliantError
 from pliant.apps import report, watch
@@ -66,6 +66,20 @@ def test_the_page_is_served_and_asks_for_news(server: ThreadingHTTPServer) -> No
     assert "default-src 'none'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
     assert headers["X-Content-Type-Options"] == "nosniff" and "Access-Control-Allow-Origin" not in headers
     assert get(server, "/", "HEAD")[:2] == (200, "")
+
+
+def test_a_run_can_be_watched_from_its_first_moment(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")  # what `pliant train` writes before its log
+    log = tmp_path / "run.jsonl"
+    for server in serving(tmp_path):
+        assert json.loads(get(server, "/news.json")[1])["said"] == "live, starting" and get(server, "/")[0] == 200
+        runlog.append(log, [{"event": "run", "options": {"data": "digits"}, "total_steps": 8}])
+        runlog.append(log, [{"event": "evaluated", "step": 0, "accuracy": 0.125, "loss": 2.0}])
+        news = json.loads(get(server, "/news.json")[1])
+        assert "measuring what each layer costs" in news["said"] and "12.5%" in news["main"] and "digits" in news["main"]
+        runlog.append(log, [{**line, "total_steps": 8} for line in lines(train(tmp_path / "other", 4) / "run.jsonl")[:-3]])
+        news = json.loads(get(server, "/news.json")[1])
+        assert news["said"].startswith("live, step 4 of 8 (50%), ") and "<progress " in news["main"]
 
 
 def test_news_come_when_the_log_has_grown(tmp_path: Path) -> None:

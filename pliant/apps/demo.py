@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import nn
 
@@ -20,6 +20,7 @@ from pliant.apps.models import efficientnet_lite0
 from pliant.apps.tasks import judge, loss
 from pliant.cost.measure import kept_bytes
 from pliant.planning import recipes
+from pliant.runtime.working import Listener, listening
 from pliant.session.session import Session
 
 CLIP = 1.0  # gradient norm; the high learning rate needs clipping
@@ -66,6 +67,7 @@ def run(
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=console,
         ) as progress:
@@ -84,8 +86,12 @@ def run(
                 def show_step(value: torch.Tensor, task: Any = task) -> None:
                     progress.update(task, advance=1, note=f"loss {float(value):.3f}")
 
+                def show_phase(what: str, done: int, total: int, task: Any = task) -> None:
+                    progress.update(task, note=f"{what}: {done} of {total}")
+
                 start = time.thread_time()
-                seconds, kept, chosen = train(model, optimizer, batches, time_share, show_step)
+                with listening(Listener(show_phase)):
+                    seconds, kept, chosen = train(model, optimizer, batches, time_share, show_step)
                 total = time.thread_time() - start
                 progress.update(task, note="testing")
                 score, _ = judge(model, digits.test)

@@ -58,6 +58,14 @@ class Folder:
         return self.path / "last.safetensors"
 
     @property
+    def readme(self) -> Path:
+        return self.path / "README.md"
+
+    @property
+    def skipped(self) -> Path:
+        return self.path / "skipped.csv"
+
+    @property
     def lock(self) -> Path:
         return self.path / ".lock"
 
@@ -121,7 +129,7 @@ def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bo
     name = os.fspath(path)
     new = not Path(path).exists()
     with locked(Path(path)) as folder:
-        for file in (folder.run, folder.state, folder.best, folder.last):
+        for file in (folder.run, folder.state, folder.best, folder.last, folder.readme, folder.skipped):
             remove_stale(file)
         others = sorted(entry.name for entry in folder.path.iterdir() if entry != folder.lock)
         if not resume and folder.run.exists():
@@ -141,7 +149,7 @@ def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bo
 def _clear(folder: Folder, new: bool) -> None:
     """Remove the files of a failed run. An error here is ignored: the error of the run is the one to show."""
     with suppress(OSError):
-        for file in (folder.run, folder.log, folder.best, folder.last, folder.lock):
+        for file in (folder.run, folder.log, folder.best, folder.last, folder.readme, folder.skipped, folder.lock):
             file.unlink(missing_ok=True)
         if new:
             folder.path.rmdir()

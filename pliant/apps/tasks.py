@@ -5,23 +5,31 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pliant.apps import data, models
+from pliant.apps.augment import augmented
 from pliant.apps.data import images
+from pliant.apps.data.errors import DataError, Skipped
+from pliant.apps.data.inputs import ImageInputs, Inputs, TextInputs
+from pliant.apps.data.prepare import Prepared, Reading, prepare, with_statistics
+from pliant.apps.data.samples import ColumnError
+from pliant.apps.models import logits
 from pliant.core.budget import Amount
 from pliant.core.errors import PliantError
 from pliant.core.types import match, nearest
 from pliant.graph.backward import trainable
 from pliant.planning import recipes
 from pliant.planning.policy import Policy
+from pliant.runtime.working import told
 from pliant.session.session import Session
 
 RECIPES: dict[str, Callable[..., Policy]] = {
@@ -29,6 +37,11 @@ RECIPES: dict[str, Callable[..., Policy]] = {
     for name, recipe in vars(recipes).items()
     if inspect.isfunction(recipe) and recipe.__module__ == recipes.__name__ and not name.startswith("_")
 }
+_OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+    "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
+    "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr),
+}
+OPTIMIZERS = tuple(_OPTIMIZERS)
 _BUDGETS = ("time", "memory", "macs")
 _DEFAULT_TIME = 0.5  # share of a full step, if the default recipe gets no budget
 _EVALUATION_BATCH = 64
@@ -41,49 +54,136 @@ class TaskError(PliantError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A model on its device, the images to train and to validate on, and the names of their classes."""
+    """A model on its device, the samples to train and to validate on, the names of their classes, and how they were read."""
 
     model: nn.Module
     train: data.Split
     validation: data.Split
     classes: tuple[str, ...]
+    inputs: Inputs = field(default_factory=ImageInputs)
+    augment: str = "none"
+    class_weights: torch.Tensor | None = None
+    skipped: tuple[Skipped, ...] = ()
 
     @property
     def device(self) -> torch.device:
-        return self.train.images.device
+        return self.train.inputs.device
 
     def batches(self, size: int, seed: int, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The batches of one epoch. They depend on the seed and the epoch alone."""
-        return data.batches(self.train, size, seed=seed * 1_000_003 + epoch, epochs=1)
+        plain = data.batches(self.train, size, seed=seed * 1_000_003 + epoch, epochs=1)
+        for number, (inputs, labels) in enumerate(plain):
+            yield augmented(inputs, self.inputs, self.augment, [seed, epoch, number]), labels
+
+    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Cross-entropy of (inputs, labels)."""
+        return loss(model, batch, self.class_weights)
 
 
-def load(model: str, source: str, *, size: int, seed: int, device: str, scratch: bool = False, validation: float = 0.2) -> Task:
-    """A model and its data, ready to train. The model has one output per class and was tested on two images.
+def load(
+    model: str,
+    source: str,
+    *,
+    size: int = 64,
+    seed: int = 0,
+    device: str = "auto",
+    scratch: bool = False,
+    validation: float = 0.2,
+    reading: Reading | None = None,
+    augment: str = "none",
+    class_weights: bool = False,
+) -> Task:
+    """A model and its data, ready to train. The model has one output per class and was tested on two samples.
 
-    `source` is "digits", a folder of images or a packed set (.npz). `scratch` starts from random weights.
+    `source` is "digits", a folder with one folder of images or WAV files per class, a table (.csv, .tsv), a saved dataset, or a
+    .npz file. `scratch` starts from random weights. `class_weights` lets every class count alike.
     """
     where = device_of(device)
-    torch.manual_seed(seed)  # of the weights of a new last layer
+    reading = replace(reading or Reading(), size=size)
     if source == "digits":
         digits = data.digits(size, seed)
-        train, validated, classes = digits.train, digits.validation, tuple(map(str, range(digits.classes)))
+        classes: tuple[str, ...] = tuple(map(str, range(digits.classes)))
+        torch.manual_seed(seed)  # of the weights of a new last layer
         net = _model(model, len(classes), scratch)
+        train, validated = digits.train, digits.validation
+        inputs = ImageInputs(size, *map(_as_tuple, models.PIXEL_STATS))
+        found = Prepared(torch.empty(0), torch.empty(0), classes, None, inputs)
     else:
-        found = _images(source, size)
-        if len(found.classes) < 2:
+        found = _read(model, source, reading)
+        classes = found.classes
+        if len(classes) < 2:
             raise TaskError(
-                f"{source!r} has one class, {found.classes[0]!r}, so there is nothing to learn. Add images of another class."
+                f"{source!r} has one class, {classes[0]!r}, so there is nothing to learn. Add samples of another class."
             )
-        net = _model(model, len(found.classes), scratch)
-        splits = found.normalised(_pixel_stats(net)).splits(validation, seed, test=False)
-        train, validated, classes = splits.train, splits.validation, found.classes
-    for what, split in (("to train on", train), ("to validate with", validated)):
-        if not len(split):
-            raise TaskError(f"{source!r} leaves no image {what}. Add images, or change validation={validation:g}.")
+        torch.manual_seed(seed)
+        net = _model(model, len(classes), scratch)
+        if isinstance(found.inputs, ImageInputs):
+            found = found.with_inputs(ImageInputs(size, *map(_as_tuple, _pixel_stats(net))))
+        split = found.split_numbers(validation, seed)
+        found = with_statistics(found, split)
+        train, validated = (
+            data.Split(found.inputs.batch(found.samples[split == kind]), found.labels[split == kind])
+            for kind in (images.TRAIN, images.VALIDATION)
+        )
+    for what, part in (("to train on", train), ("to validate with", validated)):
+        if not len(part):
+            raise TaskError(f"{source!r} leaves no sample {what}. Add samples, or change validation={validation:g}.")
     net.to(where)
-    on_device = [data.Split(split.images.to(where), split.labels.to(where)) for split in (train, validated)]
-    _check_output(net, on_device[0], model, len(classes))
-    return Task(net, on_device[0], on_device[1], classes)
+    train, validated = (data.Split(part.inputs.to(where), part.labels.to(where)) for part in (train, validated))
+    _check_output(net, train, model, len(classes), found.inputs.kind)
+    weights = _class_weights(train.labels, len(classes)) if class_weights else None
+    return Task(net, train, validated, classes, found.inputs, augment, weights, found.skipped)
+
+
+def _read(model: str, source: str, reading: Reading) -> Prepared:
+    if not Path(source).exists() and not source.endswith(".npz"):
+        raise TaskError(
+            f"no data {source!r}: give a folder with one folder of images or WAV files per class, a table (.csv, .tsv), a "
+            f"saved dataset, a .npz file, or 'digits'.{nearest(source, ['digits'])}"
+        )
+
+    def text() -> TextInputs:
+        if not model.startswith("hf:"):
+            return TextInputs()
+        with as_task_error():
+            content, pad = models.tokenizer_of(model.removeprefix("hf:"))
+        return TextInputs(tokenizer=content, pad=pad)
+
+    # a network for pictures sees a spectrogram as one in grey
+    channels = 3 if model in models.BUILT_IN or model.partition(":")[0] in ("timm", "torchvision", "hf") else 1
+    with columns_are_options():
+        return prepare(source, reading, text, channels)
+
+
+def _as_tuple(part: float | Sequence[float]) -> tuple[float, ...]:
+    return (float(part),) if isinstance(part, (int, float)) else tuple(map(float, part))
+
+
+def _class_weights(labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """One weight per class: the smaller the class, the larger, so that all count alike; their mean over the samples is 1."""
+    counts = labels.bincount(minlength=classes)
+    present = int((counts > 0).sum())
+    return torch.where(counts > 0, len(labels) / (present * counts.clamp(min=1)), torch.zeros_like(counts)).float()
+
+
+@contextmanager
+def columns_are_options() -> Iterator[None]:
+    """A column that is not there is a wrong option."""
+    try:
+        yield
+    except ColumnError as error:
+        raise TaskError(str(error)) from error
+
+
+@contextmanager
+def as_task_error() -> Iterator[None]:
+    """A model that cannot be used is a wrong option."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ValueError as error:
+        raise TaskError(str(error)) from error
 
 
 def device_of(asked: str) -> torch.device:
@@ -98,22 +198,9 @@ def device_of(asked: str) -> torch.device:
     return device
 
 
-def _images(source: str, size: int) -> images.ImageSet:
-    if Path(source).suffix == ".npz":
-        return images.packed(source, size)
-    if not Path(source).exists():
-        raise TaskError(
-            f"no data {source!r}: give 'digits', a folder with one folder of images per class, or a packed set (.npz)."
-            f"{nearest(source, ['digits'])}"
-        )
-    return images.folder(source, size)
-
-
 def _model(name: str, classes: int, scratch: bool) -> nn.Module:
-    try:
+    with as_task_error():
         model = models.load(name, classes, pretrained=not scratch)
-    except ValueError as error:
-        raise TaskError(str(error)) from error
     if not any(param.requires_grad for param in model.parameters()):
         raise TaskError(f"the model {name!r} has no trainable parameter: all have requires_grad=False, or there are none.")
     if isinstance(model, models.EfficientNetLite0):
@@ -133,27 +220,27 @@ def _pixel_stats(model: nn.Module) -> images.PixelStats:
     return own if isinstance(own, tuple) else models.PIXEL_STATS
 
 
-def _check_output(model: nn.Module, split: data.Split, name: str, classes: int) -> None:
+def _check_output(model: nn.Module, split: data.Split, name: str, classes: int, kind: str) -> None:
     """One forward pass, so that a model that does not fit its data gives a clear error."""
-    some = split.images[:2]
-    with _evaluating(model):
+    some = split.inputs[:2]
+    with evaluating(model):
         try:
-            out = model(some)
+            out = logits(model, some)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             first = str(error).strip().partition("\n")[0]
             raise TaskError(
-                f"the model {name!r} fails on images of shape {'×'.join(map(str, some.shape[1:]))}: {first}"
+                f"the model {name!r} fails on {kind} of shape {'×'.join(map(str, some.shape[1:]))}: {first}"
             ) from error
     if not isinstance(out, torch.Tensor) or out.shape != (len(some), classes):
         given = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
         raise TaskError(
-            f"the model {name!r} returns {given} for {len(some)} images, but {classes} classes need {(len(some), classes)}. "
+            f"the model {name!r} returns {given} for {len(some)} {kind}, but {classes} classes need {(len(some), classes)}. "
             f"Give its factory an argument `classes`, or that many outputs."
         )
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards every module has its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -165,21 +252,24 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Cross-entropy of (images, labels)."""
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], class_weights: torch.Tensor | None = None) -> torch.Tensor:
+    """Cross-entropy of (inputs, labels)."""
     inputs, labels = batch
-    return F.cross_entropy(model(inputs), labels)
+    return F.cross_entropy(logits(model, inputs), labels, class_weights)
 
 
 def judge(model: nn.Module, split: data.Split) -> tuple[float, float]:
     """Accuracy and mean loss of a model on a split. Leaves no trace."""
-    hits, total = 0, 0.0
-    with _evaluating(model):
-        for some, labels in zip(split.images.split(_EVALUATION_BATCH), split.labels.split(_EVALUATION_BATCH), strict=True):
-            logits = model(some)
-            hits += int((logits.argmax(1) == labels).sum())
-            total += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+    found = outputs(model, split.inputs)
+    hits = int((found.argmax(1) == split.labels).sum())
+    total = float(F.cross_entropy(found.float(), split.labels, reduction="sum"))
     return hits / len(split), total / len(split)
+
+
+def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """The logits of a model for inputs of any number, in evaluation mode. Leaves no trace."""
+    with evaluating(model):
+        return torch.cat([logits(model, some) for some in told("evaluating", inputs.split(_EVALUATION_BATCH))])
 
 
 def session(
@@ -188,25 +278,26 @@ def session(
     *,
     batch: int,
     lr: float,
+    optimizer: str = "sgd",
     epochs: int = 1,
     scratch: bool = False,
     engine: str = "auto",
     exact: bool = False,
     log: str | os.PathLike[str] | None = None,
 ) -> Session:
-    """A session as `pliant train` opens it: SGD with momentum and gradient clipping.
+    """A session as `pliant train` opens it: SGD with momentum, or AdamW, with gradient clipping.
 
     With `scratch`, batch norms keep their modes, because the running statistics of random weights mean nothing.
     """
     if batch > len(task.train):
         raise TaskError(
-            f"batch={batch} is larger than the training split, which has {len(task.train)} images. Use a smaller batch."
+            f"batch={batch} is larger than the training split, which has {len(task.train)} samples. Use a smaller batch."
         )
     steps = len(task.train) // batch
     return Session(
         task.model,
-        torch.optim.SGD(task.model.parameters(), lr=lr, momentum=0.9),
-        loss,
+        _OPTIMIZERS[optimizer](task.model.parameters(), lr),
+        task.loss,
         policy,
         engine=engine,
         norm="as-is" if scratch else "auto",

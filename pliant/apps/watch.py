@@ -18,7 +18,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from pliant.apps import report
-from pliant.apps.report import LogError, Run
+from pliant.apps.report import LogError, NothingYet, Run
+from pliant.apps.report.tiles import progress
 from pliant.core.errors import PliantError
 
 HOST = "127.0.0.1"
@@ -35,8 +36,15 @@ class LivePage:
         self._tail = report.Tail(run)
         self.log = self._tail.log
         self._lock = Lock()
-        self._stamp, self._run = "", self._tail.read()
+        self._stamp, self._run = "", self._read()
         self._rendered = "", ""  # the stamp and the rendered body
+
+    def _read(self) -> Run:
+        """The run; one that has logged nothing yet has a name alone."""
+        try:
+            return self._tail.read()
+        except NothingYet:
+            return Run(self._tail.name)
 
     def read(self) -> tuple[str, Run]:
         """The run as it is now, and a stamp that changes with its log."""
@@ -44,10 +52,12 @@ class LivePage:
             try:
                 status = self.log.stat()
             except OSError as error:
+                if not self._stamp:  # the run has only just begun
+                    return "", self._run
                 raise LogError(f"{os.fspath(self.log)!r} cannot be read: {error.strerror}.") from error
             stamp = f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
             if stamp != self._stamp:
-                self._run, self._stamp = self._tail.read(), stamp
+                self._run, self._stamp = self._read(), stamp
             return self._stamp, self._run
 
     def _body(self, stamp: str, run: Run) -> str:
@@ -66,7 +76,8 @@ class LivePage:
             stamp, run = self.read()
         except LogError as error:
             return {"said": str(error), "wait": _LEAST_WAIT}
-        said = "finished" if run.ended else f"live, step {run.steps[-1].number}" if run.steps else "live"
+        now = progress(run)
+        said = "finished" if now is None else f"live, {now.said}"
         out: dict[str, str | float] = {"stamp": stamp, "said": said}
         if stamp != since:
             out["main"] = self._body(stamp, run)

@@ -1,15 +1,13 @@
-"""The `pliant` command: one file per subcommand."""
+"""The `pliant` command: one file per subcommand, imported when it is used."""
 
 from __future__ import annotations
 
 import io
 import sys
 
-try:
-    from pliant.cli import adapt, compare, demo, doctor, meta_train, plan, profile, report, train, watch  # noqa: F401
-    from pliant.cli.app import app
-except KeyboardInterrupt:  # importing torch takes seconds: Ctrl-C then should show no traceback
-    raise SystemExit(130) from None
+from pliant.cli.app import app
+
+__all__ = ["app", "main"]
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from pliant.apps.data import images
 from pliant.apps.data.images import ImageError, ImageSet
 from pliant.apps.fewshot import Adapted
 from pliant.cli.app import app, check_exists, exit_on_errors, load_model, naming
-from pliant.cli.progress import bar
+from pliant.cli.progress import bar, working
 from pliant.planning import recipes
 from pliant.runtime.files import write_aside
 
@@ -64,7 +64,7 @@ def adapt(
     Example: pliant adapt --support birds/few --query birds/new --memory 1MB --macs 0.15 --out birds.safetensors
     """
     console = Console(stderr=as_json)
-    with exit_on_errors(console, ValueError, RuntimeError, stopped="stopped: nothing was written."):
+    with exit_on_errors(ValueError, RuntimeError, stopped="stopped: nothing was written."):
         with naming("--memory, --macs"):
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
         with naming("--lr"):
@@ -72,9 +72,10 @@ def adapt(
         where = tasks.device_of(device)
         check_exists("--support", support)
         net = load_model("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
-        learned = images.load(support, size)
-        _check(learned)
-        unknown, truth, names = _query(query, size, learned) if query is not None else (None, None, [])
+        with working(Console(stderr=True)):
+            learned = images.load(support, size)
+            _check(learned)
+            unknown, truth, names = _query(query, size, learned) if query is not None else (None, None, [])
         scale = fewshot.scale_of(backbone) if backbone.endswith(".safetensors") else fewshot.SCALE
         with bar(console, "adapting", steps, "choosing") as show:
             done = fewshot.adapt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from time import monotonic
 from typing import Annotated
 
 import torch
@@ -16,6 +17,7 @@ from pliant.apps.compare import CellResult, Comparison, SummaryLine
 from pliant.apps.train import Options
 from pliant.cli.app import app, check_data, exit_on_errors
 from pliant.cli.options import Given, train_options
+from pliant.cli.progress import duration
 from pliant.runtime import energy
 
 
@@ -54,11 +56,16 @@ def compare(
     budgets = [(kind, amount) for kind, some in (("time", time), ("memory", memory), ("macs", macs)) for amount in some or ()]
     console = Console(quiet=as_json)
 
-    def show(row: CellResult, done: int, total: int) -> None:
-        end = f"accuracy {row.result['evaluations'][-1]['accuracy']:.1%}" if row.result is not None else f"failed: {row.error}"
-        console.print(f"{done}/{total} {row.cell.name}: {end}", markup=False, highlight=False, soft_wrap=True)
+    began, seen = monotonic(), 0
 
-    with exit_on_errors(Console(stderr=True), stopped="stopped: the same command continues from here."):
+    def show(row: CellResult, done: int, total: int) -> None:
+        nonlocal seen
+        seen += 1
+        end = f"accuracy {row.result['evaluations'][-1]['accuracy']:.1%}" if row.result is not None else f"failed: {row.error}"
+        left = f", {duration((monotonic() - began) / seen * (total - done))} left" if done < total else ""
+        console.print(f"{done}/{total} {row.cell.name}: {end}{left}", markup=False, highlight=False, soft_wrap=True)
+
+    with exit_on_errors(stopped="stopped: the same command continues from here."):
         base = Options(**given)
         check_data("--data", base.data)
         recipes = recipe or ["full", "last", "elastic_layers", "pliant"]

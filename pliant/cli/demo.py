@@ -28,7 +28,7 @@ def demo(
     Example: pliant demo --time 0.4 --steps 80
     """
     console = Console()
-    with exit_on_errors(console, stopped="stopped: nothing was written."):
+    with exit_on_errors(stopped="stopped: nothing was written."):
         outcomes = run(console, time_share=time, steps=steps, batch=batch, size=size, seed=seed)
         if out is not None:
             write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from pliant.apps.doctor import examine
 from pliant.cli.app import app, exit_on_errors
+from pliant.cli.progress import working
 
 _MARKS = {"there": "✓", "missing": "–", "broken": "✗"}
 
@@ -27,7 +28,7 @@ def doctor(
     Exit codes: 0 the library runs here, even if extras are missing; 1 it does not.
     """
     console = Console()
-    with exit_on_errors(Console(stderr=True)):
+    with exit_on_errors(), working(Console(stderr=True)):
         found = examine(peaks)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))

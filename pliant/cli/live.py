@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from pliant.apps.train import OnStatus, Status
+from pliant.cli.progress import Phase, duration, lines
+from pliant.runtime.working import Listener, listening
 
 _SHADES, _ASCII = "·░▒▓█", ".-+*#"
 
@@ -29,19 +31,6 @@ def strip(trained: Sequence[bool], width: int, shades: str = _SHADES) -> str:
     edges = [len(trained) * i // width for i in range(width + 1)]
     shares = [sum(trained[a:b]) / (b - a) for a, b in pairwise(edges)]
     return "".join(shades[math.ceil(4 * share)] for share in shares)
-
-
-def duration(seconds: float) -> str:
-    """
-    >>> duration(7.2), duration(130), duration(7300)
-    ('7 s', '2 min 10 s', '2 h 1 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def line(status: Status) -> str:
@@ -91,19 +80,31 @@ def _can_show(console: Console, characters: str) -> bool:
 def shown(console: Console) -> Iterator[OnStatus]:
     """Shows each status that it is called with. The last panel stays on the screen unless the run fails: then the user should
     read the error."""
+    phase = Phase()
     if not console.is_terminal:
-        yield lambda status: console.print(line(status), markup=False, highlight=False, soft_wrap=True) if status.news else None
+        with listening(Listener(lines(console, phase))):
+            yield (
+                lambda status: (
+                    console.print(line(status), markup=False, highlight=False, soft_wrap=True) if status.news else None
+                )
+            )
         return
     shades = _SHADES if _can_show(console, _SHADES) else _ASCII
     with Live(console=console, auto_refresh=False) as live:
+        drawn: list[RenderableType] = []  # the last panel
 
         def show(status: Status) -> None:
             if status.news:
                 console.print(f"step {status.step}: {status.news}", markup=False, highlight=False)
-            live.update(panel(status, console.width, shades), refresh=True)
+            drawn[:] = [panel(status, console.width, shades)]
+            live.update(drawn[0], refresh=True)
+
+        def show_phase(what: str, done: int, total: int) -> None:
+            live.update(Group(*drawn, Text(phase.see(what, done, total)[0], style="dim")), refresh=True)
 
         try:
-            yield show
+            with listening(Listener(show_phase)):
+                yield show
         except Exception:
             live.transient = True
             raise

@@ -13,7 +13,7 @@ from pliant.apps import fewshot, models, tasks
 from pliant.apps.data import images
 from pliant.apps.fewshot.meta import read_state
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors, load_model
-from pliant.cli.progress import bar
+from pliant.cli.progress import bar, working
 
 _WAYS = 5  # the smallest number of classes in a task
 
@@ -47,7 +47,7 @@ def meta_train(
     def stopped(_: KeyboardInterrupt) -> str:
         return "stopped: continue with --resume." if state.exists() else "stopped: no task was finished yet."
 
-    with exit_on_errors(console, ValueError, RuntimeError, stopped=stopped):
+    with exit_on_errors(ValueError, RuntimeError, stopped=stopped):
         if out.exists() or (state.exists() and not resume):
             file, what = (out, "choose another --out") if out.exists() else (state, "continue with --resume")
             raise ValueError(f"{str(file)!r} is there already, from another run: {what}, or remove it.")
@@ -55,7 +55,8 @@ def meta_train(
         check_exists("SOURCE", source)
         torch.manual_seed(seed)  # of random weights
         net = load_model("--backbone", backbone, pretrained=backbone in models.BUILT_IN and not scratch).to(where)
-        found = images.load(source, size)
+        with working(Console(stderr=True)):
+            found = images.load(source, size)
         sampling = fewshot.Sampling(ways=(_WAYS, min(50, support)), support=support)
         if resume and state.exists():
             before = read_state(state)["settings"]["sampling"]["support"]

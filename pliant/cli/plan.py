@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -15,6 +16,7 @@ from pliant.apps.explain import explained
 from pliant.apps.train import Options, load_task
 from pliant.cli.app import app, check_data, exit_on_errors
 from pliant.cli.options import Given, train_options
+from pliant.cli.progress import working
 
 
 @app.command()
@@ -34,17 +36,26 @@ def plan(
     """
     console = Console()
     torch.set_num_threads(threads)
-    with exit_on_errors(Console(stderr=True), ValueError):
+    with exit_on_errors(ValueError):
         options = Options(model=model, **given)
         check_data("--data", options.data)
+        options = options.resolved()
         policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
-        task = load_task(options)
-        tasks.check_names(options.recipe, task.model)
-        with tasks.session(
-            task, policy, batch=options.batch, lr=options.lr, scratch=options.scratch, engine=options.engine
-        ) as session:
-            session.before_step(next(task.batches(options.batch, options.seed, 0)))
-            found = explained(session)
+        policy = replace(policy, head_first=0.0)  # what a run chooses once its head has trained, as far as one batch tells
+        with working(Console(stderr=True)):
+            task = load_task(options)
+            tasks.check_names(options.recipe, task.model)
+            with tasks.session(
+                task,
+                policy,
+                batch=options.batch,
+                lr=options.lr or 0.0,
+                optimizer=options.optimizer,
+                scratch=options.from_scratch,
+                engine=options.engine,
+            ) as session:
+                session.before_step(next(task.batches(options.batch, options.seed, 0)))
+                found = explained(session)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return

@@ -14,6 +14,7 @@ from pliant import units
 from pliant.apps import tasks
 from pliant.apps.layer_report import layer_report
 from pliant.cli.app import UsageError, app, exit_on_errors, load_model
+from pliant.cli.progress import working
 from pliant.core import text
 from pliant.cost import kept_profiles, roofline
 from pliant.runtime.files import write_aside
@@ -46,11 +47,11 @@ def profile(
     """
     console = Console()
     if cached or clear:
-        with exit_on_errors(console):
+        with exit_on_errors():
             _show_kept(console, kept_profiles.kept() if cached else None, kept_profiles.clear() if clear else None, as_json)
         return
     torch.set_num_threads(threads)
-    with exit_on_errors(console, ValueError, RuntimeError):
+    with exit_on_errors(ValueError, RuntimeError):
         if shape and not all(n.isdecimal() for n in shape.split("x")):
             raise UsageError(f"--shape: {shape!r} is not a shape. Write whole numbers with an x between them, like 3x128x128.")
         where = tasks.device_of(device)
@@ -58,7 +59,9 @@ def profile(
         inputs = tuple(int(n) for n in shape.split("x")) if shape else (3, size, size)
         x = torch.randint(ids, (batch, *inputs), device=where) if ids else torch.randn(batch, *inputs, device=where)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
-        found = layer_report(net, optimizer, lambda m, b: m(b).float().square().mean(), x, units.tensors() if tensors else None)
+        which = units.tensors() if tensors else None
+        with working(Console(stderr=True)):
+            found = layer_report(net, optimizer, lambda m, b: m(b).float().square().mean(), x, which)
         if svg is not None:
             write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
     if as_json:

@@ -35,7 +35,7 @@ def report(
     Example: pliant report runs/a runs/b --out compare.html
     """
     console = Console()
-    with exit_on_errors(console, OSError):
+    with exit_on_errors(OSError):
         with naming("RUN"):
             for run in runs:
                 reports.log_of(run)

@@ -1,4 +1,4 @@
-"""`pliant train`: train a model on images inside a budget."""
+"""`pliant train`: train a model on images, text or sound inside a budget."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pliant.apps import train as training
 from pliant.apps.train import Options, Result, Stopped
 from pliant.apps.train.options import check_no_code
 from pliant.cli.app import UsageError, app, check_data, exit_on_errors
-from pliant.cli.live import duration, shown
+from pliant.cli.live import shown
 from pliant.cli.options import Given, train_options
+from pliant.core import text
 
 
 @app.command()
@@ -27,14 +28,14 @@ def train(
     config: Annotated[Path | None, typer.Option(help="TOML file with options; the command line overrides it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")] = False,
 ) -> None:
-    """Train a model on images inside a budget; writes the best and the last weights, a log, and the state for --resume.
+    """Train a model inside a budget; writes the best and the last weights, a log, and the state for --resume.
 
     Example: pliant train --data digits --time 0.4 --epochs 2 --out runs/first
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C (after a step, with everything saved).
     """
     console = Console(stderr=as_json, quiet=as_json)
-    with exit_on_errors(Console(stderr=True), ValueError, stopped=_stopped):
+    with exit_on_errors(ValueError, stopped=_stopped):
         options = _all_options(given, config)
         with shown(console) as show:
             result = training.train(options, None if as_json else show)
@@ -83,17 +84,13 @@ def _stopped(how: KeyboardInterrupt) -> str:
 
 def _print(console: Console, result: Result) -> None:
     end = "rolled back to the start" if result.rolled_back else f"{result.accuracy:.1%}"
-    step = f", {result.seconds_per_step * 1e3:.3g} ms per step" if result.seconds_per_step else ""
-    console.print(
+    step = f"; {text.seconds(result.seconds_per_step)} per step" if result.seconds_per_step else ""
+    lines = [
         f"validation accuracy {result.evaluations[0].accuracy:.1%} → {end}; best {result.best.accuracy:.1%} at step "
-        f"{result.best.step}; trained for {duration(result.seconds)}{step}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if result.memory_bytes is not None:
-        console.print(f"memory of a step beyond inference: {result.memory_bytes / 1e6:.4g} MB", highlight=False)
-    if result.joules is not None:
-        console.print(f"energy: {result.joules:.4g} J", highlight=False)
-    console.print(
-        f"best.safetensors, last.safetensors and run.jsonl are in {result.out}", markup=False, highlight=False, soft_wrap=True
-    )
+        f"{result.best.step}{step}",
+        *result.outcome.lines(),
+        *([f"energy: {text.joules(result.joules)}"] if result.joules is not None else []),
+        f"best.safetensors, last.safetensors and run.jsonl are in {result.out}; README.md there says how to use them",
+    ]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -23,7 +23,7 @@ def watch(
     Example: pliant watch runs/a
     """
     console = Console()
-    with exit_on_errors(console, OSError):
+    with exit_on_errors(OSError):
         with naming("RUN"):
             report.log_of(run)
         with watching.server(run, port) as server:

@@ -66,16 +66,28 @@ def _parsed(kind: str, given: Amount) -> float | Absolute:
     if isinstance(given, Absolute):
         return given
     if isinstance(given, str):
-        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]+)\s*", given)
-        if not found or found[2] not in _UNITS[kind]:
-            raise ValueError(f"{kind}={given!r} is not an amount: write a share like 0.4, or a number with {where}.")
-        amount = float(found[1]) * _UNITS[kind][found[2]]
-        if amount <= 0:
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]+|%)\s*", given)
+        unit = _unit(kind, found[2]) if found else None
+        if not found or (unit is None and found[2] != "%"):
+            raise ValueError(f"{kind}={given!r} is not an amount: write a share like 0.4 or 40%, or a number with {where}.")
+        if float(found[1]) <= 0:
             raise ValueError(f"{kind}={given!r} must be more than 0.")
-        return Absolute(amount)
+        if unit is not None:
+            return Absolute(float(found[1]) * unit)
+        if float(found[1]) > 100:
+            raise ValueError(f"{kind}={given!r} is more than a full step: write at most 100%.")
+        return float(found[1]) / 100
     if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < given <= 1:
         raise ValueError(f"{kind}={given!r} is neither a share in (0, 1] of a full step nor a number with {where}.")
     return float(given)
+
+
+def _unit(kind: str, name: str) -> float | None:
+    """The size of a unit; None for one that the kind does not have. `mb` is MB. Joules are as written: MJ is not mJ."""
+    names = _UNITS[kind]
+    if name in names or kind == "energy":
+        return names.get(name)
+    return {each.lower(): size for each, size in names.items()}.get(name.lower())
 
 
 def within(whole_run: str) -> Callable[[Progress], Absolute]:
@@ -102,7 +114,7 @@ def within(whole_run: str) -> Callable[[Progress], Absolute]:
 class Budget:
     """What one step may cost. A share of a plain full step (0 < x ≤ 1), an amount with its unit, or a function of progress.
 
-    >>> Budget(time=0.4, memory="64MB").limits(Cost(seconds=2.0, bytes=10**9))
+    >>> Budget(time="40%", memory="64 mb").limits(Cost(seconds=2.0, bytes=10**9))
     {'seconds': 0.8, 'bytes': 64000000.0}
     """
 
@@ -116,6 +128,11 @@ class Budget:
             given = getattr(self, kind)
             if given is not None and not callable(given):
                 _parsed(kind, given)
+
+    @property
+    def moves(self) -> bool:
+        """Whether a function of progress limits something."""
+        return any(callable(getattr(self, kind)) for kind in RESOURCES)
 
     def limits(self, full: Cost, progress: Progress | None = None) -> dict[str, float]:
         """Absolute limits by field of `Cost`, for what is limited at all."""
@@ -134,7 +151,8 @@ class Budget:
                 )
             if not total and name != "bytes":
                 raise BudgetError(
-                    f"{kind}={given!r} cannot be kept: this profile holds no {name}; measure with another `cost`."
+                    f"{kind}={given!r} cannot be kept: this profile holds no {name}; measure with another `cost`, or open "
+                    f"the session with this limit."
                 )
             out[name] = amount.amount if isinstance(amount, Absolute) else amount * total
         return out
@@ -142,7 +160,7 @@ class Budget:
     def to_json(self) -> dict[str, Any] | None:
         """In plain types; None where a function of progress limits something."""
         given = {kind: getattr(self, kind) for kind in RESOURCES}
-        if any(callable(amount) for amount in given.values()):
+        if self.moves:
             return None
         return {kind: {"absolute": a.amount} if isinstance(a, Absolute) else a for kind, a in given.items()}
 

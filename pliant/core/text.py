@@ -56,11 +56,14 @@ def join(content: Iterable[str]) -> Html:
 
 def seconds(amount: float | None) -> str:
     """
-    >>> seconds(0.01234), seconds(2.5), seconds(754), seconds(None)
-    ('12.3 ms', '2.5 s', '12 min 34 s', '–')
+    >>> seconds(0.01234), seconds(2.5), seconds(754), seconds(7300), seconds(None)
+    ('12.3 ms', '2.5 s', '12 min 34 s', '2 h 1 min', '–')
     """
     if amount is None:
         return NOTHING
+    if abs(amount) >= 3600:
+        hours, rest = divmod(round(amount), 3600)
+        return f"{hours} h {rest // 60} min"
     if abs(amount) >= 100:
         minutes, rest = divmod(round(amount), 60)
         return f"{minutes} min {rest} s"

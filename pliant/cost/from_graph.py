@@ -301,6 +301,9 @@ class _Builder:
             out.append(Charge(ChargeKind.INPUT_GRAD, Cost(inputs * n, 0, macs * n), (), upstream, **here))
         if flow > taken_in:
             out.append(Charge(ChargeKind.INPUT_GRAD, Cost(bytes=flow - taken_in), (), upstream, now, **here))
+        if any(node.copies):
+            out.append(Charge(ChargeKind.INPUT_GRAD, Cost(bytes=max(node.copies)), node.params, upstream, now, **here))
+            out.append(Charge(ChargeKind.WEIGHT_GRAD, Cost(bytes=min(node.copies)), node.params, (), now, **here))
         if node.params:
             alone, shared = split(max(everything - inputs, 0.0), [times.alone.get((i, p)) for p in node.params])
             for param, seconds in zip(node.params, alone, strict=True):

@@ -24,8 +24,10 @@ import torch
 from torch import nn
 
 from pliant import __version__
+from pliant.core.budget import Budget
 from pliant.core.prices import KernelPrices
-from pliant.cost.measure import origin, sparing, timed
+from pliant.cost.limited import needs_seconds, within
+from pliant.cost.measure import origin, timed
 from pliant.cost.profile import Profile
 from pliant.graph.backward import Graph, Node
 from pliant.graph.saved_tensors import Saves
@@ -61,7 +63,7 @@ def recall(
     loss: Loss,
     batch: Any,
     *,
-    short: bool,
+    spare: Budget | None,
     graph: Graph,
     update: Update,
     norm: NormRule,
@@ -70,21 +72,23 @@ def recall(
 ) -> tuple[Profile, str | None]:
     """The profile that is kept for these conditions, else a new one by `cost`, which is kept; and what a log should say.
 
-    The origin of one from the cache says so (`cached`), and how many seconds it took to measure (`took`). Where memory is
-    `short`, the measurement spares it. Only what `timed` finds is kept: nothing else takes long, or depends on the device.
+    The origin of one from the cache says so (`cached`), and how many seconds it took to measure (`took`). A measurement may
+    have to `spare` the memory of a budget. Only what `timed` finds is kept: nothing else takes long, or depends on the device.
     """
 
     def measured() -> Profile:
         how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "around": around, "prices": prices}
-        return (sparing(cost) if short else cost)(model, optimizer, loss, batch, **how)
+        return (within(cost, spare) if spare is not None else cost)(model, optimizer, loss, batch, **how)
 
-    place = folder() if cost is timed and os.environ.get("PLIANT_PROFILES") != "off" else None
+    keeps = cost is timed and (spare is None or needs_seconds(model, spare)) and os.environ.get("PLIANT_PROFILES") != "off"
+    place = folder() if keeps else None
     if place is None:
         return measured(), None
     now = origin(model, batch, update, norm)
     facts = now, _of_tensors(model, batch), _of_graph(graph), _of_optimizer(model, optimizer), _of_settings()
-    step = update.clip is not None, update.scaler is not None, _name(around), prices.of_batch, prices.of_running, short
-    key = hashlib.sha256(repr((facts, step)).encode()).hexdigest()[:32]
+    step = update.clip is not None, update.scaler is not None, _name(around), prices.of_batch, prices.of_running
+    room = None if spare is None else "changing" if callable(spare.memory) else spare.memory  # decides on how many samples
+    key = hashlib.sha256(repr((facts, step, room)).encode()).hexdigest()[:32]
     path = place / f"{key}.json"
     try:
         profile = _checked(Profile.load(path, now), key, graph)

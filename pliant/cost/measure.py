@@ -40,15 +40,16 @@ from pliant.runtime.sandbox import sandbox
 _PYTORCH = KernelPrices()
 
 
-def read_graph(model: nn.Module, loss: Loss, batch: Any, norm: NormRule = "auto") -> Graph:
+def read_graph(model: nn.Module, loss: Loss, batch: Any, norm: NormRule = "auto", kernels: bool = False) -> Graph:
     """The backward graph of one real batch, with norms in the modes of a step that trains everything. Leaves no trace.
 
-    It names the units and is what every cost function here prices: read once, it serves both (`graph=`).
+    It names the units and is what every cost function here prices: read once, it serves both (`graph=`). With `kernels`, its
+    bytes are those that the operating system sees: convolutions on the CPU make copies inside, which are no tensors.
     """
     params, rule = trainable(model), _settled(model, loss, batch, norm)
     with sandbox(model):
         BatchNormModes(model, rule).hold_(params, params)
-        return read_all(model, loss, batch)
+        return read_all(model, loss, batch, kernels)
 
 
 def counted(
@@ -72,6 +73,12 @@ def counted(
     return _from_shapes(model, optimizer, loss, batch, lambda graph, _: Times.none(graph), {}, graph, update, norm)
 
 
+def spared(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
+    """`counted`, with the bytes that the optimizer takes while it steps, which need real tensors to be known."""
+    sizes = optimizer_sizes(optimizer, trainable(model))
+    return _from_shapes(model, optimizer, loss, batch, lambda graph, _: Times.none(graph), {}, **how, held=sizes)
+
+
 def backward(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
     """`counted`, with the MACs of the backward pass alone: `macs=0.15` is then a share of what a full backward pass takes, as
     the literature on tiny devices counts it."""
@@ -92,6 +99,7 @@ def timed(
     around: Around = nullcontext,
     prices: KernelPrices = _PYTORCH,
     repeats: int = 2,
+    samples: int | None = None,
 ) -> Profile:
     """Seconds of a step on this device, read with hooks on the nodes of the backward graph. Leaves no trace.
 
@@ -106,7 +114,8 @@ def timed(
     captured steps run kernels of the engine. `update` says how gradients become a step (clipping, scaling, accumulation).
     `graph` is what `read_graph` gave for the same model, loss, batch and `norm`; it is read here where it is not given. Forward
     passes run inside `around()`, those of the full step included: custom kernels shorten both, so a share means the same.
-    Costs about twelve full steps.
+    With `samples`, seconds are measured on so many samples of the batch and scaled, and bytes are counted from shapes: for
+    where there is no room for a full step. Costs about twelve full steps.
     """
     if repeats < 1:
         raise ValueError(f"timed(repeats={repeats}): at least one.")
@@ -114,18 +123,23 @@ def timed(
     params = trainable(model)
     norm = _settled(model, loss, batch, norm)
     graph = graph or read_graph(model, loss, batch, norm)
+    some, more = batch, 1.0
+    if samples is not None:
+        some, more = batches.part(batch, samples), (batches.size(batch) or samples) / samples
     if graph.others:
-        how: dict[str, Any] = {"update": update, "norm": norm, "around": around, "prices": prices, "repeats": repeats}
+        how: dict[str, Any] = {"update": update, "norm": norm, "around": around, "prices": prices}
+        how |= {"repeats": repeats, "samples": samples}
         return mean([timed(model, optimizer, loss, batch, graph=one, **how) for one in graph.readings])
-    where = _taken({**origin(model, batch, update, norm), **facts(graph)})
+    where = _taken({**origin(model, batch, update, norm), **facts(graph), **({"samples": samples} if samples else {})})
     with sandbox(model), undisturbed():
         norms = BatchNormModes(model, norm)
         norms.hold_(params, params)
-        passes = NodeTiming(model, loss, batch, graph, params, norms, around, prices)
-        (times, alone), sizes = passes.times(repeats), passes.sizes()
+        passes = NodeTiming(model, loss, some, graph, params, norms, around, prices)
+        times, alone = passes.times(repeats)
+        sizes = passes.sizes() if samples is None else Sizes.counted(graph, {}, norms_differ=norm == "chosen")
         sizes = replace(sizes, **optimizer_sizes(optimizer, params))
         like = update.apart(), around, not graph.all_trainable, graph.seed
-        trial = StepTiming(model, optimizer, loss, batch, params, norms, *like)
+        trial = StepTiming(model, optimizer, loss, some, params, norms, *like)
         stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
         profile = trial.calibrated(
             graph,
@@ -135,6 +149,7 @@ def timed(
             repeats,
             steady=not passes.is_bound_by_launches,
             plain=norm == "frozen",  # a plain full step uses batch statistics
+            times_more=more,
         )
         if alone is not None:
             captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
@@ -214,17 +229,19 @@ def _from_shapes(
     norm: NormRule = "auto",
     around: Around = nullcontext,
     prices: KernelPrices = _PYTORCH,
+    held: Mapping[str, Any] | None = None,
 ) -> Profile:
-    """A profile without a measurement: the graph of one real batch, priced. `there` is what differs from here."""
+    """A profile without a measurement: the graph of one real batch, priced. `there` is what differs from here, and `held` what
+    is known of the optimizer's bytes."""
     update = update or Update()
     params = trainable(model)
     norm = _settled(model, loss, batch, norm)
     graph = graph or read_graph(model, loss, batch, norm)
-    state = state_sizes(optimizer, params)
+    held = held if held is not None else {"state": state_sizes(optimizer, params)}
     where = _taken({**origin(model, batch, update, norm), **facts(graph), **there})
     several = []
     for one in graph.readings:
-        sizes = Sizes.counted(one, state, norms_differ=norm == "chosen")
+        sizes = replace(Sizes.counted(one, {}, norms_differ=norm == "chosen"), **held)
         several.append(charges.profile(one, times(one, sizes), sizes, where, update.accumulate))
     return mean(several)
 
@@ -277,11 +294,11 @@ def kept_bytes(model: nn.Module, loss: Loss, batch: Any, *, around: Around = nul
         return live.bytes - storage(value)[1]
 
 
-def inference_bytes(model: nn.Module, loss: Loss, batch: Any) -> int | None:
+def inference_bytes(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> int | None:
     """Peak live bytes of the forward pass without gradients, as the model is now; None where the loss differentiates. Leaves
     no trace."""
     with sandbox(model):
-        return inference_peak(lambda: loss(model, batch), next(model.parameters()).device)
+        return inference_peak(lambda: loss(model, batch), next(model.parameters()).device, kernels)
 
 
 def peak_bytes(

@@ -21,6 +21,7 @@ from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import LaunchWatch, Watch
 from pliant.runtime.memory import LiveBytes, inference_peak
 from pliant.runtime.rng import seed_
+from pliant.runtime.working import told
 
 _MOST_SLOTS = 3
 _FAR = 2.0  # times as long: then a step clearly waits for the slower one
@@ -79,7 +80,7 @@ class NodeTiming:
         slots: list[_Fastest | None] = [_Fastest(len(self.graph.nodes)) for _ in self.slots]
         differ = self._modes_differ()
         forward: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(repeats):
+        for turn in told("timing layers", range(repeats)):
             value, live, seconds = self._run(self.used)
             forward[True].append(seconds)
             self._see(everything, value, live, self.used)

@@ -15,6 +15,7 @@ import torch
 
 from pliant.runtime.clock import Watch, device_name
 from pliant.runtime.files import cache_folder, write_aside
+from pliant.runtime.working import told
 
 Work = Callable[[], object]
 Seconds = Callable[[Work], float]  # runs some work and returns how long it took
@@ -107,7 +108,7 @@ def _best(seconds: Seconds, work: Work) -> float:
 def _matmul_peak(seconds: Seconds, device: torch.device, dtype: torch.dtype) -> float:
     """The best rate of square matmuls that grow until it stops rising. Ones cost a GPU less power than real data does."""
     peak = 0.0
-    for size in _SIZES:
+    for size in told("measuring the device", _SIZES):
         try:
             a, out = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
             took = _best(seconds, partial(torch.mm, a, a, out=out))

@@ -184,11 +184,41 @@ def text_plot(rows: Iterable[RooflineRow], peaks: Peaks, width: int = 72, height
 
 _STYLE = """<style>
 .roofline { color: #222; font: 12px system-ui, sans-serif; }
+.roofline .unit { font-size: 10px; }
 .roofline text { fill: currentColor; } .roofline .grid { stroke: currentColor; opacity: .15; }
 .roofline .roof { stroke: currentColor; stroke-width: 2; fill: none; }
 .roofline circle { stroke: #c2410c; stroke-width: 2; fill: #c2410c; } .roofline .memory { fill-opacity: 0; }
 @media (prefers-color-scheme: dark) { .roofline { color: #ddd; } .roofline circle { stroke: #fb923c; fill: #fb923c; } }
 </style>"""
+
+
+_LETTER, _LINE = 5.6, 12.0  # width and height of a label's characters, roughly
+_LONGEST = 26  # characters of a label
+
+
+def _short(name: str) -> str:
+    """A name as a label: the end of a long one says more than its beginning."""
+    name = _printable(name)
+    return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
+
+
+def _labelled(
+    rows: Sequence[RooflineRow], places: Sequence[tuple[float, float]], frame: tuple[float, float, float, float]
+) -> list[tuple[RooflineRow, float, float]]:
+    """Rows with the place of their label beside the dot. The slowest rows come first; one whose label would cover another
+    label or another dot has none."""
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    out = []
+    for i in sorted(range(len(rows)), key=lambda i: -rows[i].seconds):
+        (x, y), wide = places[i], _LETTER * len(_short(rows[i].name))
+        for left, base in ((x + 7, y + 4), (x - 7 - wide, y + 4), (x + 5, y - 6), (x + 5, y + 14), (x - wide - 5, y - 6)):
+            box = left, base - 0.8 * _LINE, left + wide, base + 0.2 * _LINE
+            inside = frame[0] <= box[0] and box[2] <= frame[2] + 30 and frame[1] <= box[1] and box[3] <= frame[3]
+            if inside and not any(a < box[2] and box[0] < c and b < box[3] and box[1] < d for a, b, c, d in taken):
+                taken.append(box)
+                out.append((rows[i], round(left, 1), round(base, 1)))
+                break
+    return out
 
 
 def svg_plot(rows: Iterable[RooflineRow], peaks: Peaks, title: str = "") -> str:
@@ -219,9 +249,11 @@ def svg_plot(rows: Iterable[RooflineRow], peaks: Peaks, title: str = "") -> str:
     out.append(text(left + wide, below + 34, "FLOP/byte", "end") + text(left - 6, top - 12, "GFLOP/s", "end"))
     corners = [at(x, chart.roof(x)) for x in (10.0 ** chart.x[0], peaks.ridge, 10.0 ** chart.x[-1])]
     out.append(f'<path class="roof" d="M{" L".join(f"{x} {y}" for x, y in corners)}"/>')
-    for row in chart.rows:
-        x, y = at(row.intensity, row.rate)
+    places = [at(row.intensity, row.rate) for row in chart.rows]
+    for row, (x, y) in zip(chart.rows, places, strict=True):
         dot = f'<circle class="{row.bound(peaks)}" cx="{x}" cy="{y}" r="4">'
         out.append(f"{dot}<title>{html.escape(chart.describe(row))}</title></circle>")
+    for row, x, y in _labelled(chart.rows, places, (left, top, left + wide, below)):
+        out.append(f'<text class="unit" x="{x}" y="{y}">{html.escape(_short(row.name))}</text>')
     out += [text(left, below + 52 + 16 * number, line) for number, line in enumerate(foot)]
     return "\n".join([*out, "</svg>", ""])

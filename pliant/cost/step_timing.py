@@ -29,6 +29,7 @@ from pliant.runtime.memory import LiveBytes, inference_peak
 from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.rng import seed_
 from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
+from pliant.runtime.working import told
 
 _NOISE = 0.01  # relative, of a whole step
 _TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
@@ -72,7 +73,7 @@ class StepTiming:
         self.norms.hold_(self.params, chosen)
         for copy in self._copies.values():
             copy.grad = None
-        self._trained = [self.params[name] for name in chosen]
+        self._trained = [name for name in self.params if name in chosen]
         if self.seed is not None:
             seed_(self.seed)
         seconds, _ = self.watch.time(self._step)
@@ -81,9 +82,11 @@ class StepTiming:
     def _step(self) -> None:
         with self.around():
             value = compute_loss(self.model, self.loss, self.batch)
-        self.update.backward(value, self._trained)
-        for name, copy in self._copies.items():
-            copy.grad, self.mine[name].grad = self.mine[name].grad, None
+        grads = self.update.gradients(value, [self.params[name] for name in self._trained])
+        for name, grad in zip(self._trained, grads, strict=True):
+            if name in self._copies:
+                self._copies[name].grad = grad
+        del grads
         if self._like is not None:
             self.update.step(self._like)
 
@@ -176,12 +179,13 @@ class StepTiming:
         repeats: int,
         steady: bool = True,
         plain: bool = False,
+        times_more: float = 1.0,
     ) -> Profile:
         """The profile whose parts are scaled so that they add up to whole steps, from the head alone to everything.
 
         The steps take turns, and each is compared with the full step of its turn: other work slows both. With `plain`, a step
         of plain training takes turns too, with every mode as it is found. A GPU's clock is `steady` unless it waits for the
-        CPU.
+        CPU. The profile is one of batches with so many `times_more` samples.
         """
         draft = charges.profile(graph, times, sizes, origin)
         rungs = _rungs(graph, draft)
@@ -189,7 +193,8 @@ class StepTiming:
         def turn() -> list[float]:
             return [self.step(rung) for rung in rungs] + [self._plain_step() for _ in range(plain)]
 
-        turns = np.array([turn() for _ in range(1 if self.watch.cuda and steady else repeats)])  # a steady clock needs one
+        some = range(1 if self.watch.cuda and steady else repeats)  # a steady clock needs one
+        turns = np.array([turn() for _ in told("timing steps", some)])
         if (_shares(turns, rungs).max(0) > 1.2 * _shares(turns, rungs).min(0)).any():  # one of them was much disturbed
             turns = np.array([*turns, turn()])
         full = turns[:, len(rungs) - 1]
@@ -199,12 +204,15 @@ class StepTiming:
         better = _rescaled(graph, times, scales)
         backward = parts[-1] @ scales - (parts[-1] * scales)[[0, 3]].sum()
         profile = replace(
-            charges.profile(graph, better, sizes, origin, self.update.accumulate),
+            charges.profile(graph, better.of_more(times_more), sizes, origin, self.update.accumulate),
             coverage=1 - float(parts[-1][5] * scales[5] / backward) if backward > 0 else None,
-            checks=tuple((float(p @ scales), float(t.min()), float(t.max())) for p, t in zip(parts, turns.T, strict=False)),
+            checks=tuple(
+                (float(p @ scales) * times_more, float(t.min()) * times_more, float(t.max()) * times_more)
+                for p, t in zip(parts, turns.T, strict=False)
+            ),
         )
         whole = profile.cost([_unit(profile.params)])
-        return replace(profile, plain=replace(whole, seconds=float(measured[-1]))) if plain else profile
+        return replace(profile, plain=replace(whole, seconds=float(measured[-1]) * times_more)) if plain else profile
 
     def _plain_step(self) -> float:
         """Seconds of a step of plain training."""

@@ -27,7 +27,7 @@ from pliant.engine.ends import Ends
 from pliant.engine.kernels.switch import CustomKernels, Swapped
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.modes import parse, pick
-from pliant.engine.news import News, as_plain
+from pliant.engine.news import News, reasons
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.onnx_runtime import runtime_for
@@ -38,11 +38,11 @@ from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak
 from pliant.runtime.optimizer_step import Update, needs_closure
+from pliant.runtime.ranks import Ranks
 from pliant.runtime.sandbox import sandbox
 
 _Changed = bool | None  # None: as it was
 _Prepare = Callable[[], Sequence[Derived]]
-_OWN_LOOP = "the loop is your own: session.step runs steps that way"
 
 
 class Engine:
@@ -57,19 +57,17 @@ class Engine:
         engine: str = "auto",
         features: Features | None = None,
         prefix_dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._model, self._loss, self._update = model, loss, update
-        self._asked = parse(engine)
-        self._cuda = next(model.parameters()).device.type == "cuda"
+        self._model, self._loss, self._update, self._ranks = model, loss, update, ranks or Ranks()
+        self._asked, self._cuda = parse(engine), next(model.parameters()).device.type == "cuda"
         self._kernels = CustomKernels(model)
-        self.features = features
         self.slices: Slices | None = None
-        self.units_are_sliced = False  # whether channels may be chosen
+        self.features, self.units_are_sliced = features, False  # the latter: whether channels may be chosen
         self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
         self._chosen: Hashable = None
-        self._compiled = CompiledParts(model, loss)
         self._prefix = Prefix(model, features, prefix_dtype, runtime_for(model))
-        self._norms = watch_batch_norms(model)
+        self._compiled, self._norms = CompiledParts(model, loss), watch_batch_norms(model)
         self._graphs: Graphs | None = None
         self._held: Hashable = None  # the selection and mode of the captured steps that are held
         self._own_loop: CallersStep | None = None
@@ -117,18 +115,23 @@ class Engine:
             runtime=self._prefix.on_runtime,
         )
         mode = replace(mode, lean=mode.lean and "differentiates" not in self.origin)
-        return Mode(lean=mode.lean and not self._compiled.is_scripted) if self._is_callers else mode
+        if self._ranks.shards or not self._is_callers:
+            return Mode() if self._ranks.shards else mode
+        prefix = mode.prefix and (not self._cuda or not self._asked.is_auto) and self.slices is None
+        return Mode(lean=mode.lean and not self._compiled.is_scripted, prefix=prefix)
 
     @property
     def why_no_capture(self) -> str | None:
         """Why no step can be captured, as far as is known before one is tried."""
+        if not self._ranks.is_alone:
+            return "several processes train the model"
         is_random, is_sliced = "readings" in self.origin, self.units_are_sliced or self.slices is not None
         return why_no_capture(self._graphs, self._update, is_random, is_sliced)
 
     @property
     def could_capture(self) -> bool:
         """Whether captured steps come into question at all."""
-        return self._cuda and self._asked.may("graphs")
+        return self._cuda and self._asked.may("graphs") and self._ranks.is_alone
 
     @property
     def seconds_per_capture(self) -> float:
@@ -149,28 +152,15 @@ class Engine:
     @property
     def why_not(self) -> dict[str, str]:
         """What the engine does not do here, and why."""
-        mode, out = self.mode, {} if self._is_callers else self._prefix.why_not(self.mode.prefix)
-        if self.features is not None and not mode.cached:
-            no_ids = "the batch does not name its samples: give ids, or wrap the dataset in pliant.with_ids"
-            off = no_ids if self._no_ids and self._asked.may("prefix") else "the prefix engine is off"
-            out["cache"] = _OWN_LOOP if self._is_callers else self._prefix.reasons.get("cache", off)
-        if self._asked.may("graphs") and (self._cuda or not self._asked.is_auto):
-            why = self._graphs.why_not if mode.graphs and self._graphs is not None else self.not_captured or self.why_no_capture
-            if why is None and self._memory_is_limited and not mode.graphs:
-                why = "the limit on memory leaves no room for what a captured step holds"
-            if why is not None:
-                out["graphs"] = why
-        if self._is_callers and not self._asked.is_auto:
-            own = [name for name in ("prefix", "graphs") if self._asked.may(name)]
-            out.update(dict.fromkeys(own, _OWN_LOOP))
-        out |= self._compiled.why_not(mode, self.slices is not None) | self._kernels.reasons
-        if self._news.not_lean:
-            out["lean"] = as_plain(self._news.not_lean)
-        if "differentiates" in self.origin and self._asked.may("lean") and (self._memory_is_limited or not self._asked.is_auto):
-            out["lean"] = "the lean engine does not support create_graph=True, which the loss uses"
+        no_graphs = self._graphs.why_not if self.mode.graphs and self._graphs is not None else self.not_captured
+        no_graphs = no_graphs or (None if self.mode.graphs else self.why_no_capture)
+        flags = self._cuda, self._memory_is_limited, self._is_callers, self._no_ids, self._ranks.shards
+        out = reasons(
+            self._asked, self.mode, self._prefix, no_graphs, self._news.not_lean, "differentiates" in self.origin, *flags
+        )
         if self._ends.left_out:
             out["input gradients"] = "session.step leaves .grad of inputs empty; loss.backward() in your own loop fills it"
-        return out
+        return out | self._compiled.why_not(self.mode, self.slices is not None) | self._kernels.reasons
 
     def news(self) -> list[str]:
         """What the engine does not do, each reason once."""
@@ -229,6 +219,10 @@ class Engine:
         """The tensor that collects the gradient of each slice, by the name of its parameter."""
         return self.slices.leaves() if self.slices is not None else {}
 
+    def ends_of(self, loss: torch.Tensor) -> list[torch.Tensor] | None:
+        """What the backward pass of a loss is to reach; None: all that it would."""
+        return self._ends.of(loss, self.leaves().values(), self.optimizer)
+
     # ------------------------------------------------------------ a step
 
     def zero_grad(self) -> None:
@@ -245,7 +239,7 @@ class Engine:
         """
 
         def finish(value: torch.Tensor) -> torch.Tensor:
-            self._update.backward(value, self._ends.of(value, self.leaves().values(), self.optimizer))
+            self._update.backward(value, self.ends_of(value))
             value = value.detach()  # frees what backward did not need
             if last:
                 if peak is not None:
@@ -255,8 +249,7 @@ class Engine:
             return value
 
         if needs_closure(self.optimizer):
-            forward, ends = partial(self._loss_of, batch, None), partial(self._ends.of, slices=(), optimizer=self.optimizer)
-            value, self.skipped = self._update.step_with(self.optimizer, forward, ends)
+            value, self.skipped = self._update.step_with(self.optimizer, partial(self._loss_of, batch, None), self.ends_of)
             return value
         stored = self.features.stored if self.features is not None else 0
         graphs = self._graphs if self.mode.graphs and peak is None and self.slices is None else None
@@ -266,7 +259,8 @@ class Engine:
         if graphs is None:
             if self._graphs is not None and self._memory_is_limited:
                 self._graphs.make_room()
-            value = finish(self._loss_of(batch, ids))
+            with self._ranks.syncing(last):
+                value = finish(self._loss_of(batch, ids))
         elif ids is not None:
             value = self._run_cached(graphs, batch, ids, finish, (first, last))
         else:
@@ -338,11 +332,11 @@ class Engine:
             return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
 
     def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
-        forward = partial(compute_loss, self._model, self._loss, batch)
+        forward = partial(compute_loss, self._ranks.ddp or self._model, self._loss, batch)
         if not self.mode.prefix:
             return forward()
         self._prefix.runs_chains = self._swaps and not self.mode.lean and "differentiates" not in self.origin
-        rehearse = partial(self._rehearse, batch, ids)
+        rehearse = partial(self._rehearse, batch, ids) if self._ranks.ddp is None else None  # DDP's own calls come in between
         return self._prefix.run(forward, batch, ids, self._sliced, found, self._fuses_norms, rehearse)
 
     def _rehearse(self, batch: Any, ids: Any, passes: int = 1) -> None:
@@ -381,20 +375,25 @@ class Engine:
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """The context of clipping and of the optimizer's step."""
+        self._ranks.average_gradients_(self.leaves().values())  # of which DDP knows nothing
         return self.slices.swapped_in(optimizer) if self.slices is not None else nullcontext()
 
     # ------------------------------------------------------------ the caller's own loop
 
-    def hook_own_step(self) -> None:
-        """Until `release`, the caller's forward passes and optimizer step run as ours would, where hooks can do it."""
+    def hook_own_step(self, method: str, before: Callable[[], None] | None) -> None:
+        """Until `release`, the caller's forward passes (by `method`, `before()` first) and optimizer step run as ours would."""
         self.release()
         if self.slices is not None:
             self.slices.zero_grad()
-        if self.mode.lean or self.slices is not None or self._compiled.goes_stale:
-            self._own_loop = CallersStep(self._model, self.optimizer, self)
+        if self.mode != Mode() or self.slices is not None or self._compiled.goes_stale or before is not None:
+            self._own_loop = CallersStep(self._model, self.optimizer, self, method, before)
+
+    def call(self, forward: Callable[[], Any], given: Any) -> Any:
+        """A forward pass of the caller's on these arguments."""
+        return self._prefix.run(forward, given, None, self._sliced) if self.mode.prefix else forward()
 
     def release(self) -> None:
-        """Remove the hooks of the caller's step."""
-        if self._own_loop is not None:
-            self._own_loop.close()
-            self._own_loop = None
+        """Leave the caller's model and optimizer as they were found."""
+        step, self._own_loop = self._own_loop, None
+        if step is not None:
+            step.close()

@@ -21,6 +21,7 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox
+from pliant.runtime.torch_internals import class_name, next_nodes, unsharded
 
 BIAS = {"Convolution": 2, "Addmm": 0, "Baddbmm": 0, "Linear": 2}  # the input that is added, not multiplied
 _PARAMETER_LISTS = frozenset(("ParameterList", "ParameterDict"))
@@ -38,7 +39,7 @@ class Node:
     node of a checkpoint that runs backward `recomputes` the checkpoint's part of the forward pass. `saves` lists (storage,
     bytes, input for whose gradient it is saved, or None); `lean` is the same under the lean engine, if that differs. From an
     `outward` node gradients would flow to a tensor that is no parameter of the model, such as an input that requires one: the
-    forward pass saves for it whatever is chosen.
+    forward pass saves for it whatever is chosen. `copies` are the bytes of its input and output that its kernels copy.
     """
 
     op: str
@@ -54,6 +55,7 @@ class Node:
     saves: Saves = ()
     lean: Saves | None = None
     outward: bool = False
+    copies: tuple[int, int] = (0, 0)
 
     @property
     def is_norm(self) -> bool:
@@ -210,7 +212,7 @@ def walk(loss: torch.Tensor) -> list[Any]:
     waiting: dict[Any, int] = {}
     stack, seen = [root], {root}
     while stack:
-        for following, _ in stack.pop().next_functions:
+        for following in next_nodes(stack.pop()):
             if following is not None:
                 waiting[following] = waiting.get(following, 0) + 1
                 if following not in seen:
@@ -222,33 +224,13 @@ def walk(loss: torch.Tensor) -> list[Any]:
         if hasattr(node, "variable"):
             continue
         out.append(node)
-        for following, _ in node.next_functions:
+        for following in next_nodes(node):
             if following is not None:
                 waiting[following] -= 1
                 if waiting[following] == 0:
                     count += 1
                     heapq.heappush(ready, (-following._sequence_nr(), count, following))
     return out
-
-
-def depends_on_parameter(tensor: torch.Tensor, clean: set[Any]) -> bool:
-    """Whether gradients flow from a tensor to some parameter, and not only to an input that requires one.
-
-    `clean` collects autograd nodes of which it is known that they do not, for the next call.
-    """
-    if tensor.grad_fn is None:
-        return tensor.requires_grad and isinstance(tensor, nn.Parameter)
-    stack: list[Any] = [tensor.grad_fn]
-    seen = {tensor.grad_fn}
-    while stack:
-        node = stack.pop()
-        if isinstance(getattr(node, "variable", None), nn.Parameter):
-            return True
-        following = {one for one, _ in node.next_functions if one is not None} - seen - clean
-        seen |= following
-        stack += following
-    clean |= seen
-    return False
 
 
 def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tuple[tuple[str | int | None, ...], bool]]:
@@ -261,31 +243,29 @@ def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tupl
         return carried.get(node) or names.get(getattr(node, "variable", None)) or index.get(node)
 
     for node in reversed(live):
-        after = [receiver(following) for following, _ in node.next_functions if following is not None]
+        after = [receiver(following) for following in next_nodes(node) if following is not None]
         if op_name(node) in CARRIERS and len(after) == 1 and isinstance(after[0], str):
             carried[node] = after[0]
     return [
-        (tuple(None if following is None else receiver(following) for following, _ in node.next_functions), node in carried)
+        (tuple(None if following is None else receiver(following) for following in next_nodes(node)), node in carried)
         for node in live
     ]
 
 
-def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
+def read(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> Graph:
     """Run the loss once on a real batch and read its backward graph. Runs no backward.
 
-    The forward pass has its usual side effects (batch-norm statistics, random state): call it inside of `sandbox`.
+    The forward pass has its usual side effects: call it inside of `sandbox`. With `kernels`, what these copy inside counts.
     """
-    params = trainable(model)
-    start = rng_states()
-    trace, differentiates = ForwardTrace(model, batch), False
-    try:
-        with trace:
-            value = compute_loss(model, loss, batch)
-    except SavedTensorNeeded:
-        set_rng_states(start)
-        trace, differentiates = ForwardTrace(model, batch, keep=True), True
-        with trace:
-            value = compute_loss(model, loss, batch)
+    params, start = trainable(model), rng_states()
+    for differentiates in (False, True):
+        trace = ForwardTrace(model, batch, keep=differentiates, kernels=kernels)
+        try:
+            with trace:
+                value = compute_loss(model, loss, batch)
+            break
+        except SavedTensorNeeded:
+            set_rng_states(start)
     live = walk(value)
     if any(op_name(node) == "CheckpointFunction" for node in live):
         raise ValueError(
@@ -294,9 +274,9 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
         )
     trace.assign(live)
     again = tuple(Recomputed(*part) for part in trace.recomputed(live))
-    recomputing, outward = {part.node for part in again}, _outward(live, params)
-    nodes = []
-    for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, params), strict=True)):
+    nodes, recomputing, ends = list[Node](), {part.node for part in again}, unsharded(model, params)
+    outward = _outward(live, ends)
+    for i, (node, (inputs, carrier)) in enumerate(zip(live, wiring(live, ends), strict=True)):
         params_here = [name for name in inputs if isinstance(name, str)]
         work = trace.work(node)
         nodes.append(
@@ -311,10 +291,11 @@ def read(model: nn.Module, loss: Loss, batch: Any) -> Graph:
                 trace.saves(node),
                 trace.lean(node, work[1]),
                 node in outward,
+                trace.copies(node),
             )
         )
     reached = {param for node in nodes for param in node.params}
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    kinds = {name: class_name(module) for name, module in model.named_modules()}
     return Graph(
         tuple(nodes),
         {name: param.numel() * param.element_size() for name, param in params.items()},
@@ -348,7 +329,7 @@ def _outward(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> set[Any
     """The nodes from which gradients flow to a tensor that is none of these parameters."""
     own, out = {id(param) for param in params.values()}, set[Any]()
     for node in reversed(live):
-        for following, _ in node.next_functions:
+        for following in next_nodes(node):
             if following in out or (hasattr(following, "variable") and id(following.variable) not in own):
                 out.add(node)
     return out

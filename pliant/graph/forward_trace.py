@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pliant.graph.saved_tensors import Saves, lean_saves, mask_key, op_name, plain_saves
 from pliant.runtime import batches
-from pliant.runtime.memory import storage, when_freed
+from pliant.runtime.memory import kernel_copies, storage, when_freed
 from pliant.runtime.torch_internals import CheckpointHooks, TorchDispatchMode, next_sequence_number, tree_leaves
 
 # Backward operations that only pass a weight's gradient on: transposes, casts, views, slices.
@@ -36,6 +36,7 @@ class _Executed:
     outputs: int
     made: int
     moved: int
+    copies: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -74,11 +75,11 @@ class ForwardTrace:
     """A context that records a forward pass: operations and saved tensors by autograd sequence number, and modules.
 
     What autograd saves is recorded and dropped, so that every storage lives exactly as long as the program itself holds it. If
-    the forward pass differentiates, set `keep`: then saved tensors are kept.
+    the forward pass differentiates, set `keep`: then saved tensors are kept. With `kernels`, what kernels copy inside counts.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, keep: bool = False) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, batch: Any, keep: bool = False, kernels: bool = False) -> None:
+        self.model, self.kernels = model, kernels
         self.executed: dict[int, list[_Executed]] = {}
         self.saved: dict[int, list[tuple[int, int]]] = {}
         self._saved_at: dict[int, int] = {}  # by sequence number: the operation that is over by then
@@ -92,6 +93,7 @@ class ForwardTrace:
         self._lifetimes: list[_Lifetime] = []
         self._in_memory: dict[int, _Lifetime] = {}  # by the key of the storage
         self.operations = 0  # so far
+        self.scratch: dict[int, int] = {}  # bytes inside of kernels, by operation
         self.reads_values = False  # whether Python looks at a number in a tensor, and could decide by it what runs
 
     def __enter__(self) -> ForwardTrace:
@@ -199,7 +201,8 @@ class ForwardTrace:
             change[one.since - start] += one.size
             change[until - start] -= one.size
             gone[one.number] = until - start
-        return tuple(np.cumsum(change)[:-1].tolist()), gone
+        standing = np.cumsum(change)[:-1].tolist()
+        return tuple(held + self.scratch.get(start + k, 0) for k, held in enumerate(standing)), gone
 
     def recomputed(self, live: Sequence[Any]) -> Iterable[tuple[dict[int, Saves], tuple[int, ...], dict[int, int]]]:
         """For each checkpoint, the fields of `backward.Recomputed`."""
@@ -241,6 +244,10 @@ class ForwardTrace:
         before = [one for one in self._lifetimes if one.since < inside.since]
         read = {one.number for one in before if any(inside.since <= use < inside.until for use in one.uses)}
         return [(one.number, one.size) for one in before if one.number in read | inside.inputs]
+
+    def copies(self, node: Any) -> tuple[int, int]:
+        """Bytes of a node's input and output that its kernels copy, where they do."""
+        return max((one.copies for one in self.executed.get(node._sequence_nr(), [])), default=(0, 0))
 
     def work(self, node: Any) -> tuple[int, int, int, int]:
         """MACs, output elements and bytes, and bytes moved of a node's forward.
@@ -290,7 +297,10 @@ class _OperationRecorder(TorchDispatchMode):
             plain = name.strip("_").replace("_", "") + "_" * name.endswith("_")
             moved = sum(t.numel() * t.element_size() for t in touched)
             made = first.numel() * first.element_size()
-            executed = _Executed(plain, forward_macs(name, args, first), first.numel(), made, moved)
+            copies = kernel_copies(func, args, first) if self.trace.kernels else (0, 0)
+            if any(copies):
+                self.trace.scratch[self.trace.operations] = max(copies)
+            executed = _Executed(plain, forward_macs(name, args, first), first.numel(), made, moved, copies)
             self.trace.executed.setdefault(next_sequence_number() - 1, []).append(executed)
         self.trace.used(touched, is_copy=func is torch.ops.aten.clone.default)
         self.trace.reads_values |= func is torch.ops.aten._local_scalar_dense.default

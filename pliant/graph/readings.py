@@ -17,14 +17,14 @@ from pliant.runtime.rng import is_same, rng_states, seed_
 READINGS = 4  # of a random graph: their mean is about 5 % off where each of 12 layers is left out once in 10 steps
 
 
-def read_all(model: nn.Module, loss: Loss, batch: Any) -> Graph:
+def read_all(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> Graph:
     """`read`; several times where random numbers may decide which layers run. Call it inside of `sandbox`.
 
     Of graphs that differ, the one that reaches the most parameters comes first, and holds the others.
     """
     seed_(0)
     before = rng_states()
-    first = read(model, loss, batch)
+    first = read(model, loss, batch, kernels)
     after = rng_states()
     if is_same(before, after):
         return first
@@ -35,7 +35,7 @@ def read_all(model: nn.Module, loss: Loss, batch: Any) -> Graph:
     several = [first]
     for seed in range(1, READINGS):
         seed_(seed)
-        several.append(replace(read(model, loss, batch), seed=seed, may_vary=True))
+        several.append(replace(read(model, loss, batch, kernels), seed=seed, may_vary=True))
     fullest, *others = sorted(several, key=lambda one: (len(one.unused), -len(one.nodes)))
     return replace(fullest, others=tuple(others))
 

@@ -21,6 +21,9 @@ class Policy:
     measures (`measure.timed`), `solver` decides (`solve.knapsack()`), `when` says how often (`schedule.every(steps=100)`).
     `always` names units that are chosen in any case; `head` adds the module nearest the loss, tied weights left out. `state`
     says whether optimizer state is kept or dropped when a unit leaves the selection; where memory is limited it is dropped.
+    `head_first` is the share of the run in which only what is always chosen trains (20 steps where the length of the run is
+    unknown); then the first selection is made, and it is taken back if the loss falls more slowly than before. `norm` is the
+    batch-norm rule of the method, unless `Session(norm=…)` names another.
     Change one word with `dataclasses.replace` and you have an ablation.
 
     `cost` is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…)` and returns a
@@ -40,7 +43,11 @@ class Policy:
     state: Literal["keep", "drop"] = "keep"
     seed: int = 0
     name: str = "custom"
+    head_first: float = 0.0
+    norm: Literal["auto", "chosen", "frozen", "as-is"] = "auto"
 
     def __post_init__(self) -> None:
         if self.state not in ("keep", "drop"):
             raise ValueError(f"state={self.state!r}: the optimizer state of what leaves is 'keep' or 'drop'.")
+        if not 0 <= self.head_first < 1:
+            raise ValueError(f"head_first={self.head_first}: a share of the run, from 0 to less than 1.")

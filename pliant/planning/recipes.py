@@ -2,7 +2,7 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | update gain | measured | coverage | on drift |
+| `pliant` | layers | agreement | measured | coverage | after the head, then on drift |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
@@ -10,6 +10,8 @@
 | `freeze_out` | layers | – | MACs (no budget: nothing needs timing) | layers leave, from the input on | every 0.01 of the run |
 | `lisa` | blocks | – | as above | a few at random, both ends always | every k steps |
 | `badam` | blocks | – | as above | one after another | every k steps |
+| `tent` | norms | – | as above | all | once |
+| `gala` | tensors | alignment | as above | the best aligned | every step |
 | `last` `random` | layers | – | measured seconds | inside the budget | once, or every k steps |
 | `full` `head` `bias` `norm` `only` | tensors | – | as above | fixed | once |
 """
@@ -22,9 +24,11 @@ from pliant import signals as score
 from pliant.core import schedule
 from pliant.core.budget import Budget, Limit
 from pliant.core.schedule import Schedule
+from pliant.core.types import Unit
 from pliant.cost.measure import backward, counted, modelled, timed
 from pliant.cost.peaks import Peaks
 from pliant.graph import units
+from pliant.graph.backward import Graph
 from pliant.planning import solve
 from pliant.planning.policy import Policy
 
@@ -36,26 +40,35 @@ def pliant(
     energy: Limit = None,
     *,
     when: Schedule | None = None,
+    head_first: float = 0.1,
     seed: int = 0,
 ) -> Policy:
-    """Ours, and the default: whole layers that cover their neighbours, inside every budget at once, chosen again on drift."""
+    """Ours, and the default: the head first, then whole layers whose gradients agree between batches, inside every budget at
+    once, chosen again on drift. With `head_first=0` layers are chosen before the first step, from one batch.
+    """
     return Policy(
         units.layers(),
-        score.update_gain(),
+        score.agreement(),
         timed,
-        solve.coverage(),
+        solve.coverage(power=0.5),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),
         Budget(time=time, memory=memory, macs=macs, energy=energy),
         seed=seed,
         name="pliant",
+        head_first=head_first,
     )
 
 
 def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
-    """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227."""
+    """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227.
+
+    All batch norms use running statistics, as in the paper's own code, and their scales and shifts may train. That needs low
+    rates (the paper's is 1e-4), or `clip=`.
+    """
     gain = score.update_gain()
     when = when or schedule.every(epochs=3)
-    return Policy(units.tensors(), gain, timed, solve.knapsack(), when, Budget(time=time), seed=seed, name="elastic_trainer")
+    name, budget = "elastic_trainer", Budget(time=time)
+    return Policy(units.tensors(), gain, timed, solve.knapsack(), when, budget, seed=seed, name=name, norm="frozen")
 
 
 def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Peaks | None = None, seed: int = 0) -> Policy:
@@ -178,6 +191,38 @@ def bias() -> Policy:
 def norm() -> Policy:
     """Scale and shift of every norm, and the head."""
     return Policy(units.norms(), score.nearness(), counted, solve.fixed("*"), name="norm")
+
+
+def tent() -> Policy:
+    """Scale and shift of every norm, on batch statistics, without the head: for losses without labels. TENT, arXiv 2006.10726.
+
+    Use it with `losses.entropy`. A model without norms is refused.
+    """
+
+    def norms(graph: Graph) -> tuple[Unit, ...]:
+        found = tuple(unit for unit in units.norms()(graph) if unit.name not in graph.head)
+        if not found:
+            raise ValueError("this model has no norm with scale and shift: tent() has nothing to train. Use gala() or full().")
+        return found
+
+    return Policy(norms, score.nearness(), counted, solve.fixed("*"), head=False, norm="as-is", name="tent")
+
+
+def gala(window: int = 20) -> Policy:
+    """The tensor whose new step is best aligned with its way so far, chosen for every batch. GALA, arXiv 2404.03784.
+
+    Every `window` steps the way begins anew, and all tensors take that step. For losses without labels; norms use batch
+    statistics, as in the model's own modes. Each step probes first, so it takes about two full ones.
+    """
+
+    def best(problem: solve.Problem) -> solve.Mask:
+        if not problem.values.any():  # nothing has moved yet
+            return problem.reached
+        reached = [i for i in range(len(problem.names)) if problem.reached[i]]
+        return solve.fixed(problem.names[max(reached, key=lambda i: problem.values[i])])(problem)
+
+    signal, when = score.alignment(window), schedule.every(steps=1)
+    return Policy(units.tensors(), signal, counted, best, when, head=False, norm="as-is", name="gala")
 
 
 def last(time: Limit = 0.5) -> Policy:

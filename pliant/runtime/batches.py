@@ -70,6 +70,11 @@ def size(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def part(batch: Any, samples: int) -> Any:
+    """The first samples of a batch whose tensors agree on their number (`size`)."""
+    return map_tensors(batch, lambda tensor: tensor[:samples] if tensor.dim() > 0 else tensor)
+
+
 def check_not_empty(batch: Any) -> None:
     """Refuse a batch without samples."""
     if size(batch) == 0:

@@ -10,13 +10,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from pliant.runtime.norm_statistics import LOOKS, NormStatistics, distance
 from pliant.runtime.sandbox import sandbox
 from pliant.runtime.torch_internals import BatchNormBase, NormBase
 
 NormRule = Literal["auto", "chosen", "frozen", "as-is"]
 ENOUGH = 1000  # values of a channel in a batch: on statistics of far fewer a network trains worse than on those it has
 STRANGE = 0.4  # |log| of the ratio of a batch's variances and those of before: photographs are below, drawings above it
-_A_FEW = 4  # samples: fewer than that differ from any others
 _FORGOTTEN = 0.01  # of what running statistics began with
 
 
@@ -30,9 +30,10 @@ def in_eights(values: torch.Tensor) -> bool:
 class BatchNormModes:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
 
-    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" so does a
-    chosen one where batches are too small for good statistics (`settle_`), unless training is plain. The user's wish is the
-    mode of the module where that is not the one set here, or the mode that the whole model was switched to.
+    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" one behind
+    the first trained layer uses those of the batch, and none does where batches are too small for good statistics (`settle_`),
+    unless training is plain. The user's wish is the mode of the module where that is not the one set here, or the mode that
+    the whole model was switched to.
     """
 
     model: nn.Module
@@ -80,6 +81,11 @@ class BatchNormModes:
         return {name: module for name, module in self._norms.items() if _has_learned(module)}
 
     @property
+    def has_any(self) -> bool:
+        """Whether there are norms whose mode is held."""
+        return bool(self._norms) and self.rule != "as-is"
+
+    @property
     def is_settled(self) -> bool:
         return self.rule != "auto" or self._frozen is not None
 
@@ -101,10 +107,18 @@ class BatchNormModes:
     def load(self, state: list[str] | None) -> None:
         self._frozen = None if state is None else frozenset(state)
 
-    def hold_(self, among: Collection[str], chosen: Collection[str], limited: bool = True) -> None:
+    def statistics(self) -> NormStatistics:
+        """The running statistics that may be re-estimated: with "auto" those that were learned, of norms that may train."""
+        norms = {name: norm for name, norm in self._learned().items() if self._wanted[name]}
+        return NormStatistics(self.model, norms, looks=0 if self.rule == "auto" else LOOKS)
+
+    def hold_(
+        self, among: Collection[str], chosen: Collection[str], limited: bool = True, behind: Collection[str] = ()
+    ) -> None:
         """Set every norm's mode for this choice. Call before each forward pass.
 
-        Where everything is chosen and nothing is `limited`, training is plain, and "auto" changes no norm.
+        Where everything is chosen and nothing is `limited`, training is plain, and "auto" changes no norm. Else with "auto"
+        those `behind` the first trained layer (parameters of these names) go along with what is chosen: their inputs change.
         """
         if self.rule == "as-is":
             return
@@ -115,6 +129,7 @@ class BatchNormModes:
             candidates = [p for p in self._own[name] if p in among]
             # A norm without parameters to choose goes along only when the whole model trains.
             along = any(p in chosen for p in candidates) if candidates else everything
+            along = along or (self.rule == "auto" and any(p in behind for p in candidates))
             mode = self._wanted[name] and along and self.rule != "frozen" and not (frozen and name in frozen)
             self._set[name] = mode
             if module.training != mode:  # setting an attribute of a module is slow
@@ -157,7 +172,7 @@ def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any
 
     def on_input(norm: nn.Module, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
-        seen[norm] = input.numel() / max(input.shape[1], 1), _strangeness(cast("NormBase", norm), input)
+        seen[norm] = input.numel() / max(input.shape[1], 1), distance(cast("NormBase", norm), input)
 
     hooks = [norm.register_forward_pre_hook(on_input, with_kwargs=True) for norm in norms]
     try:
@@ -171,14 +186,3 @@ def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any
         for hook in hooks:
             hook.remove()
     return {norm: (values, float(strangeness)) for norm, (values, strangeness) in seen.items()}
-
-
-def _strangeness(norm: NormBase, input: torch.Tensor) -> torch.Tensor:
-    """The median over channels of |log(variance of the batch / running variance)|, less what chance makes of so few values;
-    0 where there are too few samples."""
-    if len(input) < _A_FEW:
-        return torch.zeros(())
-    values = input.numel() / max(input.shape[1], 1)
-    variances = input.float().var([d for d in range(input.dim()) if d != 1], correction=0)
-    ratio = (variances + norm.eps) / (cast("torch.Tensor", norm.running_var).float() + norm.eps)
-    return ratio.log().abs().median() - (2 / max(values, 1)) ** 0.5

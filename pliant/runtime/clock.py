@@ -121,6 +121,10 @@ class RunTime:
         finally:
             self.spent[kind] += self.elapsed - start
 
+    def now(self, steps: int, mean_step: float | None) -> tuple[float, float]:
+        """Seconds since the run began, and those that pass beside a step."""
+        return self.elapsed, self.aside(steps, mean_step)
+
     def aside(self, steps: int, mean_step: float | None) -> float:
         """Seconds that pass beside a step of `mean_step` seconds, on average."""
         if self._first is None or not steps or mean_step is None:

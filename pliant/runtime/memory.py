@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,9 +14,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pliant.runtime.compiled import eager
-from pliant.runtime.torch_internals import TorchDispatchMode, tree_leaves
+from pliant.runtime.torch_internals import TorchDispatchMode, tree_leaves, uses_onednn
 
 _SMALL = 1 << 12  # elements that are not worth their while
+_SMALL_COPY = 1 << 16  # bytes that a heap has anyway
 _PLAIN = (torch.Tensor, nn.Parameter)
 _ALIGNED = 512  # bytes: where any tensor may begin
 _CPU_CACHE = 1 << 24  # bytes: about what the caches of a processor hold
@@ -39,6 +40,15 @@ def resident() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def resident_peak() -> int | None:
+    """The most bytes that this process has had in main memory at a time; None where the system does not say."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:", 1)[1].split(maxsplit=1)[0]) * 1024
+    except (OSError, IndexError, ValueError):  # not Linux
+        return None
+
+
 def storage(tensor: torch.Tensor) -> tuple[int, int]:
     """A name for the memory behind a tensor, and its bytes."""
     try:
@@ -48,16 +58,43 @@ def storage(tensor: torch.Tensor) -> tuple[int, int]:
     return memory._cdata, memory.nbytes()
 
 
+def kernel_copies(func: Any, args: Sequence[Any], out: Any) -> tuple[int, int]:
+    """Bytes of input and output that a convolution on the CPU copies inside, where it does; in backward, those of its forward.
+
+    oneDNN has its own order in memory. Of tensors that are not channels-last it copies the larger of the two forward and for
+    an input gradient, and both for a weight gradient (measured: docs/notebook.md). Small ones do not count.
+    """
+    if func is torch.ops.aten.convolution.default:
+        convolution, result = args, out
+    elif func is torch.ops.aten.convolution_backward.default:
+        convolution, result = (*args[1:3], None, *args[4:10]), args[0]
+    else:
+        return 0, 0
+    x, weight = convolution[:2]
+    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    sizes = x.numel() * x.element_size(), result.numel() * result.element_size()
+    if max(sizes) < _SMALL_COPY or x.device.type != "cpu" or x.dim() < 4:
+        return 0, 0
+    if any(_is_only(t, last) for t in (x, weight)) or not uses_onednn(convolution):
+        return 0, 0
+    return sizes
+
+
+def _is_only(tensor: torch.Tensor, order: torch.memory_format) -> bool:
+    return tensor.is_contiguous(memory_format=order) and not tensor.is_contiguous()
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations make while it is on, and remembers the peak.
 
     On the CPU it follows every storage from the operation that makes it until it is freed; scratch memory inside a kernel is
-    not seen, and compiled code runs eagerly. On CUDA it reads the allocator, which sees that too. What an operation finds is
-    not what it makes.
+    not seen but, with `kernels`, for the copies of convolutions. Compiled code runs eagerly. On CUDA it reads the allocator,
+    which sees all of that. What an operation finds is not what it makes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: bool = False) -> None:
         super().__init__()
+        self._kernels = kernels
         self._device = device if device.type == "cuda" else None
         self._refs: dict[int, Any] = {}
         self._bytes = self._peak = 0
@@ -99,6 +136,10 @@ class LiveBytes(TorchDispatchMode):
         self._see((args, kwargs), made=False)
         out = func(*args, **(kwargs or {}))
         self._see(out, made=True)
+        if self._kernels:
+            copies = kernel_copies(func, args, out)
+            trains = func is torch.ops.aten.convolution_backward.default and args[10][1]
+            self._peak = max(self._peak, self._bytes + (sum(copies) if trains else max(copies)))
         return out
 
     def _see(self, tree: Any, made: bool) -> None:
@@ -116,9 +157,9 @@ class LiveBytes(TorchDispatchMode):
             self._bytes -= size
 
 
-def inference_peak(run: Callable[[], Any], device: torch.device) -> int | None:
+def inference_peak(run: Callable[[], Any], device: torch.device, kernels: bool = False) -> int | None:
     """Peak live bytes of a pass without gradients; None where it needs them, since the loss itself differentiates."""
-    live = LiveBytes(device)
+    live = LiveBytes(device, kernels)
     live.forget()
     try:
         with live, torch.no_grad():
@@ -199,13 +240,15 @@ class StepPeak:
     """The peak of one optimizer step beyond that of inference, with the optimizer's state as it is from then on.
 
     The parts of a step run inside of it, as many as there are. `before` are the bytes of gradients and of state that stand at
-    its start, `state()` those of state that stand when it is asked.
+    its start, `state()` those of state that stand when it is asked. With `kernels`, what these copy inside counts too.
     """
 
-    def __init__(self, device: torch.device, inference: int, before: int, state: Callable[[], int]) -> None:
+    def __init__(
+        self, device: torch.device, inference: int, before: int, state: Callable[[], int], kernels: bool = False
+    ) -> None:
         self._inference, self._before, self._state = inference, before, state
         self._had, self._passes = state(), 0
-        self._live = LiveBytes(device)
+        self._live = LiveBytes(device, kernels)
         self._live.forget()
 
     def __enter__(self) -> StepPeak:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pliant.runtime.heap import give_back
 from pliant.runtime.torch_internals import norms
 
 OnNan = Literal["skip", "raise", "ignore"]
@@ -40,11 +41,17 @@ class Update:
 
     def backward(self, value: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None) -> None:
         """Gradients of one batch's share of the loss, onto the parameters; with `inputs`, onto these alone."""
+        torch.autograd.backward(self._scaled(value), inputs=inputs)
+
+    def gradients(self, value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        """The same, handed back. A DistributedDataParallel around the model does not notice."""
+        return torch.autograd.grad(self._scaled(value), inputs, allow_unused=True)
+
+    def _scaled(self, value: torch.Tensor) -> torch.Tensor:
         if self.accumulate > 1:
             value = value / self.accumulate
-        if self.scaler is not None:
-            value = self.scaler.scale(value)
-        torch.autograd.backward(value, inputs=inputs)
+        give_back()  # what the forward pass has freed
+        return self.scaler.scale(value) if self.scaler is not None else value
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Clip and step. Returns False where it was skipped, since a gradient is not finite."""

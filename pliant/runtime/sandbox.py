@@ -14,6 +14,7 @@ from torch import nn
 from pliant.runtime.compiled import eager
 from pliant.runtime.optimizer_step import needs_closure
 from pliant.runtime.rng import rng_states, set_rng_states
+from pliant.runtime.torch_internals import reshard_
 from pliant.runtime.trainable import found, restore_
 
 
@@ -36,10 +37,12 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
             if train is not None:
                 param.requires_grad_(name in train)
         torch.clear_autocast_cache()
+        reshard_(model)
         with eager():
             yield
     finally:
         restore_(was)
+        reshard_(model)
         for module, flag in was.training.items():
             module.training = flag
         for module, held in buffers.items():

@@ -6,6 +6,7 @@ import torch
 
 from pliant.core.budget import Budget
 from pliant.runtime.optimizer_step import needs_closure
+from pliant.runtime.ranks import Ranks
 from pliant.runtime.trainable import check_in_groups
 from pliant.session.loop import Loop
 
@@ -19,9 +20,26 @@ def check_cost_is_known(optimizer: torch.optim.Optimizer, budget: Budget) -> Non
         )
 
 
+def check_processes(ranks: Ranks, budget: Budget, measures: bool = False) -> None:
+    """Refuse budgets that several processes cannot keep together, and seconds that one of them cannot measure (`measures`)."""
+    if not ranks.is_alone and budget.energy is not None:
+        raise ValueError("energy= is measured for one process: with several, limit time= or macs=.")
+    if ranks.shards and budget.memory is not None:
+        raise ValueError(
+            "memory= is not predicted for parameters that fully_shard has spread over processes: limit time= or macs=, or use "
+            "DistributedDataParallel."
+        )
+    if ranks.shards and measures:
+        raise ValueError(
+            "seconds cannot be measured where fully_shard has spread the parameters: measure before you shard, with "
+            "profile = measure.timed(model, optimizer, loss, batch), and give Session profile=profile."
+        )
+
+
 def change_budget(loop: Loop, budget: Budget) -> None:
     """A budget that cannot be kept is refused, and the old one stays."""
     check_cost_is_known(loop.engine.optimizer, budget)
+    check_processes(loop.ranks, budget)
     loop.read_steps()  # they ran under the old one
     old, before = loop.budget, loop.controller.snapshot()
     try:
@@ -48,7 +66,9 @@ def use_optimizer(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
 
 
 def forget(loop: Loop) -> None:
-    """Weights and optimizer state were replaced."""
+    """Weights, buffers and optimizer state are those from before the run."""
     loop.engine.forget()
+    loop.norms.restart_()
+    loop.beginning.end()
     loop.settle()
     loop.stepper.drop()

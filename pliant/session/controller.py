@@ -8,30 +8,35 @@ is the engine's matter; every price here is that of the mode it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from pliant.core.budget import RESOURCES, Budget, Progress
+from pliant.core.budget import Budget, Progress
 from pliant.core.errors import BudgetError, ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit, narrowed
 from pliant.cost.charge import ChargeKind
 from pliant.cost.kept_profiles import recall
+from pliant.cost.limited import is_counted
 from pliant.cost.measure import facts, origin, read_graph
 from pliant.cost.profile import Profile
 from pliant.engine.kernels.prices import PRICES
-from pliant.planning.floor import in_reach, least_bytes, leaving_room
+from pliant.planning.floor import always_chosen, in_reach, least_bytes, leaving_room
 from pliant.planning.plan import plan, without
 from pliant.planning.policy import Policy
+from pliant.planning.solve import fixed
 from pliant.planning.windows import windows
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
+from pliant.runtime.ranks import Ranks
+from pliant.session import beginning
 from pliant.session.feedback import DWELL, Feedback, Round, Turns
 from pliant.signals.drift import Drift, latest
 
@@ -52,11 +57,11 @@ class Controller:
         self.drift = Drift()
         self.feedback = Feedback()
         self._check = check and profile is not None
-        self._values: dict[Unit, float] = {}
+        self.values: dict[Unit, float] = {}
         self.frozen: Collection[str] = ()  # parameters that may not be chosen
-        self._pending: Selection | None = None  # planned for a new budget, not yet in force
-        self._asks_anyway = False  # for another selection, whatever the schedule says
-        self._last = Progress()  # where the run stood at the last selection
+        self.pending: Selection | None = None  # planned for a new budget, not yet in force
+        self.asks_anyway = False  # for another selection, whatever the schedule says
+        self.last = Progress()  # where the run stood at the last selection
         self._priced: tuple[Profile, Mode, Profile] | None = None
 
     # ------------------------------------------------------------ costs
@@ -70,6 +75,7 @@ class Controller:
         update: Update,
         norm: NormRule,
         around: Around,
+        ranks: Ranks,
     ) -> str | None:
         """Measure costs and name the units, on the first batch. Every parameter must be as the user left it.
 
@@ -77,15 +83,16 @@ class Controller:
         an earlier run are not measured again. Returns what the log should say of that.
         """
         note = None
-        graph = read_graph(model, loss, batch, norm)
+        graph = read_graph(model, loss, batch, norm, kernels=is_counted(model, self.policy.budget))
         units = self.policy.units(graph)
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
-            short = self.policy.budget.memory is not None and update.scaler is None
+            spare = self.policy.budget if self.policy.budget.memory is not None and update.scaler is None else None
             whole = all(part.dim is None for unit in units for part in unit.parts)
-            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "short": short}
+            how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "spare": spare}
             what = self.policy.cost, model, optimizer, loss, batch
-            self.profile, note = recall(*what, **how, around=around if whole else nullcontext)
+            recalled = partial(recall, *what, **how, around=around if whole else nullcontext)
+            self.profile, note = ranks.each(recalled)[0] if ranks.shards else ranks.first(recalled)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         if facts(graph):  # also where the profile is of another loss
@@ -96,7 +103,7 @@ class Controller:
     def keep_only(self, params: Collection[str]) -> None:
         """Choose no other parameters than these."""
         self.units = narrowed(self.units, params)
-        self._values = {unit: self._values[unit] for unit in self.units if unit in self._values}
+        self.values = {unit: self.values[unit] for unit in self.units if unit in self.values}
 
     def prices(self, mode: Mode) -> Profile:
         """What steps cost that run in this mode."""
@@ -142,30 +149,35 @@ class Controller:
 
     def is_due(self, now: Progress) -> bool:
         """Whether `next` has something to do."""
-        return self._pending is not None or self.selection is None or self._asks(now)
+        return self.pending is not None or self.selection is None or self._asks(now)
 
     def _asks(self, now: Progress) -> bool:
         """Whether another selection is due by the schedule, or was asked for."""
+        if self.is_warming(now) and not self.asks_anyway:
+            return now.step >= self.warm_up(now)
         left = now.total_steps - now.step if now.total_steps is not None else 0
         is_short = 0 < left < self.policy.when.lasts
-        return self._asks_anyway or (not is_short and self.policy.when.due(now, self._last, self.drift.amount))
+        return self.asks_anyway or (not is_short and self.policy.when.due(now, self.last, self.drift.amount))
 
     def next(self, now: Progress, mode: Mode, probe: Probe) -> Selection | None:
         """What to change to, or None. `probe(round)` scores every unit on the batch at hand.
 
         A probe that fails ends the attempt: what is in force stays.
         """
-        if self._pending is not None:
-            self._asks_anyway = self.selection is not None and self._asks(now)  # what is due now comes with the next batch
-            return self._pending
+        if self.pending is not None:
+            self.asks_anyway = self.selection is not None and self._asks(now)  # what is due now comes with the next batch
+            return self.pending
         if self.selection is not None and not self._asks(now):
             return None
+        if self.selection is None and self.warm_up(now):
+            self.values = dict.fromkeys(self.units, 0.0)
+            return self._plan(replace(now, round=0), mode)
         try:
-            self._values = latest(self._values, probe(self._next_round))
+            self.values = latest(self.values, probe(self._next_round))
         except ProbeError:
-            self._last = now
+            self.last = now
             raise
-        self._asks_anyway = False
+        self.asks_anyway = False
         return self._plan(replace(now, round=self._next_round), mode)
 
     @property
@@ -179,7 +191,9 @@ class Controller:
             asked = self.asked_seconds(now)
             correction = self.feedback.limit(asked) / asked if asked is not None and self.correct else 1.0
         policy = replace(self.policy, budget=self._budget(mode))
-        values, within = without(self._values, self.frozen), self._bytes_within(now, mode)
+        if now.round == 0 and self.warm_up(now):
+            policy = replace(policy, solver=fixed())
+        values, within = without(self.values, self.frozen), self._bytes_within(now, mode)
         return plan(policy, self.prices(mode), values, now, correction, within, near)
 
     def take(self, selection: Selection, now: Progress) -> None:
@@ -187,17 +201,40 @@ class Controller:
         if self.selection is not None and selection.round == self.selection.round:  # the same round, corrected
             self.drift.follow_only(unit.name for unit in selection.units)
         else:
-            self._last, self.drift = now, Drift()
-        self.selection, self._pending = selection, None
+            self.last, self.drift = now, Drift()
+        self.selection, self.pending = selection, None
         asked = self.profile.seconds_within(selection.asked) if self.profile is not None else None
         predicted, full = selection.cost.seconds, selection.full.seconds
         begins = Round(selection.round, selection.step, asked, predicted, full)
         begins.asked_bytes, begins.predicted_bytes = selection.asked.get("bytes"), selection.cost.bytes
         self.feedback.begin(begins)
 
+    def warm_up(self, now: Progress) -> int:
+        """The steps in which only what is always chosen trains; 0 where that is nothing, or everything."""
+        if not self.policy.head_first or self.profile is None or not self.units:
+            return 0
+        always = always_chosen(self.policy, self.profile, self.units)
+        return beginning.length(self.policy.head_first, now.total_steps) if always.any() and not always.all() else 0
+
+    def is_warming(self, now: Progress) -> bool:
+        """Whether what is always chosen trains alone."""
+        return self.selection is not None and self.selection.round == 0 and self.warm_up(now) > 0
+
+    def is_due_or_soon(self, now: Progress, steps: int) -> tuple[bool, bool]:
+        """Whether values are to be probed now, and whether they are within so many steps."""
+        due = self.selection is not None and self.pending is None and self._asks(now)
+        return due, self.is_warming(now) and now.step + steps > self.warm_up(now)
+
+    def shrink(self, now: Progress, mode: Mode, share: float) -> Selection:
+        """A selection of this share of the units in force, those that are worth most, beside what is always chosen."""
+        best = sorted(self.selection.units if self.selection is not None else (), key=lambda unit: -self.values.get(unit, 0.0))
+        kept = {unit.name for unit in best[: int(share * len(best))]}
+        self.values = {unit: value if unit.name in kept else 0.0 for unit, value in self.values.items()}
+        return self._plan(replace(now, round=self._next_round), mode)
+
     def ask_again(self) -> None:
         """Probe with the next batch, whatever the schedule says."""
-        self._asks_anyway = True
+        self.asks_anyway = True
 
     def windows(self, now: Progress, mode: Mode, batch: Any) -> list[list[str]] | None:
         """Parameters that a probe of such a batch may score together within the memory that a step may take; None where
@@ -240,10 +277,12 @@ class Controller:
         device as it is now, so a few steps take turns with full steps before it is corrected, where what steps miss is more
         than that costs: `measure_full` takes one and returns its seconds.
         """
-        if self.selection is None or self._pending is not None:
+        if self.selection is None or self.pending is not None:
             return None, None
         if self.correct and self.is_over_memory(now, mode):
             return self._smaller(now, mode), None
+        if self.is_warming(now):
+            return None, None
         if self._budget_moved(now, mode):
             return self._if_new(self._plan(replace(now, round=self.selection.round), mode)), None
         asked = self.asked_seconds(now) if self.correct and not mode.cached else None  # another boundary empties the cache
@@ -319,7 +358,7 @@ class Controller:
 
     def _budget_moved(self, now: Progress, mode: Mode) -> bool:
         """Whether a budget that is a function of progress has moved away from the one that was planned for."""
-        if self.selection is None or not any(callable(getattr(self.policy.budget, kind)) for kind in RESOURCES):
+        if self.selection is None or not self.policy.budget.moves:
             return False
         planned = self.selection.asked
         limits = self._budget(mode).limits(self.prices(mode).full, now)
@@ -335,10 +374,10 @@ class Controller:
         if self.selection is None or self.profile is None:
             return
         try:
-            then = replace(now, round=self._next_round)
-            values, policy = without(self._values, self.frozen), replace(self.policy, budget=self._budget(mode))
+            then = replace(now, round=0 if self.is_warming(now) else self._next_round)
+            values, policy = without(self.values, self.frozen), replace(self.policy, budget=self._budget(mode))
             plan(policy, self.prices(mode), values, then)  # or it is refused
-            self._pending = self._plan(then, mode)
+            self.pending = self._plan(then, mode)
         except BaseException:
             self.policy = old
             raise
@@ -360,39 +399,3 @@ class Controller:
             self.feedback.forget(bytes=True)
         self.feedback.predict(cost.seconds, same_prices=cost.seconds == self.selection.cost.seconds)
         self.selection = replace(self.selection, cost=cost)
-
-    # ------------------------------------------------------------ save and resume
-
-    def state(self) -> dict[str, Any]:
-        """Everything that decides what is chosen next, in plain types."""
-        return {
-            "policy": self.policy.name,
-            "last": [self._last.step, self._last.round],
-            "asks_anyway": self._asks_anyway,
-            "units": [unit.to_json() for unit in self.units],
-            "profile": self.profile.to_json() if self.profile is not None else None,
-            "selection": self.selection.to_json() if self.selection is not None else None,
-            "pending": self._pending.to_json() if self._pending is not None else None,
-            "values": {unit.name: value for unit, value in self._values.items()},
-            "drift": self.drift.state(),
-            "feedback": self.feedback.state(),
-            "budget": self.policy.budget.to_json(),
-            "seed": self.policy.seed,
-        }
-
-    def load(self, state: Mapping[str, Any], now: Progress) -> None:
-        """Go on from a saved state: same values, same selection, same measurements."""
-        self.units = tuple(Unit.from_json(unit) for unit in state["units"])
-        by_name = {unit.name: unit for unit in self.units}
-        self._last = replace(now, step=state["last"][0], round=state["last"][1])
-        self._asks_anyway = state["asks_anyway"]
-        if state["profile"]:
-            self.profile = Profile.from_json(state["profile"])
-        self.selection = Selection.from_json(state["selection"]) if state["selection"] else None
-        self._pending = Selection.from_json(state["pending"]) if state["pending"] else None
-        self._values = {by_name[name]: value for name, value in state["values"].items()}
-        self.drift = Drift.of(state["drift"])
-        self.feedback = Feedback.of(state["feedback"])
-        self.policy = replace(self.policy, seed=state["seed"])
-        if state["budget"] is not None:
-            self.policy = replace(self.policy, budget=Budget.from_json(state["budget"]))

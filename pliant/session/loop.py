@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from pliant.core.budget import Budget, Progress
 from pliant.core.errors import ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
-from pliant.cost.measure import FullStep, inference_bytes, power
+from pliant.cost.measure import inference_bytes, power
 from pliant.cost.profile import Profile
 from pliant.engine.around import around_forward
 from pliant.engine.engine import Engine
@@ -24,14 +23,19 @@ from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Pieces
-from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Laps, RunTime, Watch
-from pliant.runtime.memory import resident
+from pliant.runtime.heap import give_back
 from pliant.runtime.optimizer_step import Update
+from pliant.runtime.ranks import Ranks
+from pliant.runtime.torch_internals import reshard_
 from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, leave_out_unheld
+from pliant.session.beginning import BATCHES, Beginning
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
+from pliant.session.full_steps import FullSteps
+from pliant.session.norms import Norms
+from pliant.session.resident import Resident
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
 from pliant.session.user_flags import UserFlags
@@ -47,36 +51,40 @@ class Loop:
         loss: Loss,
         engine: Engine,
         controller: Controller,
-        norms: BatchNormModes,
+        norms: Norms,
         update: Update,
         log: RunLog,
         undo: Undo | None,
         probe: Pieces | None,
         clock: Watch | None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.model, self.loss, self.engine, self.controller = model, loss, engine, controller
         self.norms, self.update, self.log, self.undo = norms, update, log, undo
         self.params = trainable(model)
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
-        self.steps = 0
-        self._probe_on = probe
+        self.steps, self._probe_on = 0, probe
         self.flags = UserFlags(model, self.params)
+        self.beginning = Beginning()
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
-        self.stepper = Stepper(engine, self.params.values(), update.accumulate, self.laps, self.record)
+        self.resident = Resident(self.device, controller.policy.budget)
+        self.stepper = Stepper(engine, [*self.params.values()], update.accumulate, self.laps, self.record, self.check_gradients)
         self._elements = 0  # of the batch whose step is measured
-        self._full_step: FullStep | None = None  # while steps take turns with full steps
+        self._full_steps = FullSteps(model, loss, self.params, engine, norms, update, self.laps, self.ranks)
         self.change_seconds = 0.0  # what the last change of the selection took
+        self._shared_time: tuple[float, float] | None = None  # as it was at the first process when this step began
         self.energy: EnergyUse | None = None  # where joules are limited
 
     # ------------------------------------------------------------ where it stands
 
     @property
     def progress(self) -> Progress:
-        aside = self.time.aside(self.steps, self.controller.feedback.mean)
-        return Progress(self.steps, self.round, self.steps_per_epoch, self.total_steps, self.time.elapsed, aside)
+        elapsed, aside = self._shared_time or self.time.now(self.steps, self.controller.feedback.mean)
+        return Progress(self.steps, self.round, self.steps_per_epoch, self.total_steps, elapsed, aside)
 
     @property
     def round(self) -> int:
@@ -117,9 +125,10 @@ class Loop:
             if not self.engine.is_settled(own_loop=False, has_ids=ids is not None):
                 self.settle(own_loop=False, has_ids=ids is not None)
             self.engine.zero_grad()  # first: a probe needs the room
+            give_back()
             self.engine.check_kernels(batch)
-            self._prepare(batch, self.engine.around)
-            self._measure_bytes(batch)
+            self.prepare(batch, self.engine.around)
+            self.measure_bytes(batch)
         else:
             self._hold_norms(self.selection.params)
         before = self.engine.mode
@@ -129,38 +138,25 @@ class Loop:
         self.follow_engine(before)
         return value
 
-    def before_step(self, batch: Any) -> None:
-        """The caller's own step follows."""
-        if not self.engine.is_settled(own_loop=True, has_ids=False):
-            self.settle(own_loop=True, has_ids=False)
-        self._prepare(batch, nullcontext)
-        if not self.freezes and len(self.selection.params) < len(self.params):
-            self.laps.drop()
-            raise ValueError(
-                "the loss differentiates with respect to parameters, so those that are not chosen stay trainable, and "
-                "loss.backward() would reach them: use session.step."
-            )
-        if self.engine.slices is not None and self.update.scaler is not None:
-            self.laps.drop()
-            raise ValueError("a GradScaler cannot unscale slices of parameters in a loop of your own: use session.step.")
-        self.engine.hook_own_step()
-        if self.device.type == "cuda":  # elsewhere every operation of the caller's would have to be followed
-            self._measure_bytes(batch)
-
-    def _prepare(self, batch: Any, around: Around) -> None:
+    def prepare(self, batch: Any, around: Around) -> None:
         """Measure, correct, choose and apply, as far as due. Forward passes are measured inside of `around()`."""
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
         if self.laps.is_running:
             self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
+        self.log.note_rate(self.engine.optimizer, self.total_steps)
         batches.check_not_empty(batch)
+        shared = self.budget.moves and not self.ranks.is_alone
+        mean = self.controller.feedback.mean
+        self._shared_time = self.ranks.first(lambda: self.time.now(self.steps, mean)) if shared else None
         self._heed_flags()
         try:
-            few = None if self.norms.is_settled else self._settle_norms(batch)
+            with self.time.not_training("profiling"):
+                notes = self.norms.look(partial(self.loss, self.model, batch), self.controller.profile)
             if not self.controller.units:
                 self._measure(batch, around)
-            if few is not None:
-                self.note(f"norms use their running statistics: a batch has {few:.0f} values per channel")
+            for note in notes:
+                self.note(note)
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
             looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
             if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
@@ -196,12 +192,14 @@ class Loop:
             self.note("step skipped: its gradients are not finite")
         self.steps += 1
         self.log.step(self.steps, self.round, result.loss, result.seconds)
+        self.beginning.see(result.loss)
         if result.bytes is not None:
-            self.controller.feedback.see_bytes(result.bytes, self._elements)
-            self.log.memory(self.steps, self.round, self.controller.feedback.rounds[-1], result.bytes)
+            taken = self.ranks.largest(result.bytes)
+            self.controller.feedback.see_bytes(taken, self._elements)
+            self.log.memory(self.steps, self.controller.feedback.rounds[-1], taken, self.resident.growth)
         if self.policy.when.watches and self.steps % Drift.every == 0:
             holders: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
-            self.controller.drift.see(signals.watch(holders, self.selection.units))
+            self.controller.drift.see(self.ranks.total(signals.watch(holders, self.selection.units)))
 
     # ------------------------------------------------------------ measuring
 
@@ -211,7 +209,7 @@ class Loop:
             try:
                 self.energy = EnergyUse(self.device) if self.budget.energy is not None else None
                 what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
-                notes = self.controller.measure(*what, around), self.leave_out_unheld()
+                notes = self.controller.measure(*what, around, self.ranks), self.leave_out_unheld()
                 if self.energy is not None and self.controller.profile is not None:
                     watts = partial(
                         power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around
@@ -234,18 +232,13 @@ class Loop:
         self.controller.keep_only(held)
         return text
 
-    def _settle_norms(self, batch: Any) -> float | None:
-        """Decide which statistics norms use; returns the values per channel if they are too few for batch statistics."""
-        with self.time.not_training("profiling"):
-            if self.controller.profile is not None and "norms" in self.controller.profile.origin:
-                self.norms.settle_as_(self.controller.profile.origin["norms"])
-            return self.norms.settle_(lambda: self.loss(self.model, batch))
-
     def settle(self, budget: Budget | None = None, **changed: bool) -> None:
         """Let the engine pick its mode after a change, and the controller follow its prices."""
         before = self.engine.mode
-        if budget is not None and budget.memory is not None and self.engine.could_capture:
-            changed["room"] = self.controller.has_room(budget, self.progress, before)
+        if budget is not None:
+            self.resident.follow(budget)
+            if budget.memory is not None and self.engine.could_capture:
+                changed["room"] = self.controller.has_room(budget, self.progress, before)
         self.engine.settle(budget, **changed)
         self.follow_engine(before)
 
@@ -258,23 +251,12 @@ class Loop:
 
     def read_steps(self) -> None:
         """Let the closed loop see what the last steps took."""
-        self.controller.see(self.laps.read(), self.progress)
+        self.controller.see(self.ranks.slowest(self.laps.read()), self.progress)
         if self.energy is not None and self.controller.profile is not None and self.controller.correct:
             seconds = sum(round.seconds for round in self.controller.feedback.rounds)
             self.controller.profile = self.energy.update(self.controller.profile, seconds, self.time.elapsed)
 
-    def _measure_full(self, batch: Any) -> float:
-        """Seconds of a full step now; 0 where this batch is not like the one that costs were measured with."""
-        shapes = ", ".join("×".join(map(str, shape)) for shape in batches.shapes(batch))
-        if self.update.accumulate > 1 or self.profile.origin.get("batch", shapes) != shapes:
-            return 0.0
-        self.norms.release_()
-        if self._full_step is None:
-            what = self.model, self.engine.optimizer, self.loss, self.params, self.laps.watch
-            self._full_step = FullStep(*what, update=self.update, around=self.engine.around)
-        return self._full_step.seconds(batch)
-
-    def _measure_bytes(self, batch: Any) -> None:
+    def measure_bytes(self, batch: Any) -> None:
         """Measure the bytes of the coming step, where that is due."""
         try:
             self.stepper.measure_bytes(self._inference_bytes(batch))
@@ -287,16 +269,26 @@ class Loop:
         memory is limited, and of a larger batch."""
         if self.budget.memory is None or not self.controller.correct:
             return None
-        self._elements = sum(tensor.numel() for tensor in batches.tensors(batch))
+        self._elements = self.ranks.largest(sum(tensor.numel() for tensor in batches.tensors(batch)))
         if not self.controller.feedback.wants_bytes(self._elements):
             return None
         self.engine.make_room()
         with self.time.not_training("choosing"):
-            measured = inference_bytes(self.model, self.loss, batch)
+            measured = inference_bytes(self.model, self.loss, batch, True)
             return self.profile.inference if measured is None else measured
 
+    def before_forward(self) -> None:
+        """Comes before each forward pass that somebody else runs."""
+        self.ranks.check_forward()
+        self._hold_norms(self.selection.params)
+
+    def check_gradients(self) -> None:
+        """Before the first optimizer step of a selection: all processes must have the same gradients."""
+        if self.controller.selection is not None:
+            self.ranks.check_gradients(self.params, self.selection.params)
+
     def _hold_norms(self, chosen: Collection[str]) -> None:
-        self.norms.hold_(self.params, chosen, limited=self.budget != Budget())
+        self.norms.hold_(self.params, chosen, self.budget != Budget(), self.controller.units)
 
     # ------------------------------------------------------------ choosing
 
@@ -305,31 +297,48 @@ class Loop:
         if callable(self.budget.memory) or self.controller.is_over_memory(self.progress, self.engine.mode):
             self.settle(self.budget)
         start = self.laps.watch.mark()
-        cost = self.engine.seconds_per_capture + self.change_seconds
-        measure_full = partial(self._measure_full, batch)
+        cost = self.change_seconds + (self.engine.seconds_per_capture if self.ranks.is_alone else 0.0)
+        measure_full = partial(self._full_steps.seconds, batch, self.profile.origin)
         selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full)
         if self.controller.feedback.turns is None:
-            self._full_step = None
+            self._full_steps.end()
         if note is not None:
             self.note(note)
         if selection is not None:
             self._use(selection, start)
+        taken_back = self.beginning.judge_(self.engine.optimizer)
+        if taken_back is not None:
+            self.note(taken_back[0])
+            self.engine.forget()
+            self._use(self.controller.shrink(self.progress, self.engine.mode, taken_back[1]), start)
+        wants = self.policy.signal.needs == "batches" and self._probe_on is None and self.budget.memory is None
+        if wants and self.beginning.waits(batch, *self.controller.is_due_or_soon(self.progress, BATCHES)):
+            return
         try:
             selection = self.controller.next(self.progress, self.engine.mode, partial(self._probe, batch))
         except ProbeError as error:
             if self.controller.selection is None:
                 raise
             self.note(f"probe skipped: {error}")
+            self.beginning.batches = []
             return
         if selection is not None:
+            self.beginning.batches = []
+            if selection.round > 0 and not self.beginning.over:
+                may = self.undo is not None or self.budget.memory is None
+                may = may and self.policy.head_first > 0 and self.ranks.is_alone
+                self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), may)
             self._use(selection, start)
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         self.engine.make_room()
-        # BatchNormModes run as they do now; before anything is chosen, as if the head alone were.
-        current = self.selection.params if self.controller.selection is not None else set(self.profile.head)
-        self._hold_norms(current)
-        piece = next(iter(self._probe_on), batch) if self._probe_on is not None else batch
+        pieces = self._probe_on
+        if self.policy.signal.needs == "batches":  # norms run as if everything trained
+            self._hold_norms(self.params)
+            pieces = self.beginning.batches if pieces is None and self.beginning.batches else pieces
+        else:  # norms run as they do now; before anything is chosen, as if the head alone were
+            self._hold_norms(self.selection.params if self.controller.selection is not None else set(self.profile.head))
+        piece = next(iter(pieces), batch) if pieces is not None else batch
         values = signals.probe(
             self.policy.signal,
             self.model,
@@ -342,18 +351,21 @@ class Loop:
             round=round,
             windows=self.controller.windows(self.progress, self.engine.mode, piece),
             around=partial(around_forward, self.engine.mode),
-            pieces=self._probe_on,
+            pieces=pieces,
             freeze=self.freezes,
+            ranks=self.ranks,
         )
         self.engine.make_room()  # what lasts, like optimizer state, should not lie among what a probe has freed
         return values
 
     def _use(self, selection: Selection, start: Any) -> None:
         """Apply a selection: everything that can fail comes before the first change."""
+        selection = self.ranks.first(lambda: selection)
+        self.ranks.check_selection(everything=len(selection.params) == len(self.params))
         check_in_groups(self.params, self.engine.optimizer, selection.params)
         self.engine.check(selection.parts, self.engine.optimizer)
         if self.undo is not None:
-            self.undo.keep({name: self.params[name] for name in selection.params})
+            self.undo.keep(self._of(selection))
             if self._state_rule == "drop":
                 self.undo.keep_dropped({n: p for n, p in self.params.items() if n not in selection.params})
         self.log.flush()
@@ -366,8 +378,12 @@ class Loop:
             selection = replace(selection, cost=self.profile.cost(selection.units))
         self.controller.take(selection, replace(self.progress, round=selection.round))
         self.laps.new_round()
-        self.change_seconds = self.laps.seconds((start, self.laps.watch.mark()))
-        self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, resident())
+        self.change_seconds = self.ranks.slowest([self.laps.seconds((start, self.laps.watch.mark()))])[0]
+        self.ranks.is_checked = False
+        self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, self.resident.now())
+
+    def _of(self, selection: Selection) -> dict[str, nn.Parameter]:
+        return {name: self.params[name] for name in selection.params}
 
     def apply_(self, selection: Selection) -> None:
         frozen = self.flags.frozen  # by the user, maybe after this was chosen
@@ -376,6 +392,7 @@ class Loop:
         if not self.freezes:
             self.flags.restore_()
         self.flags.remember()
+        reshard_(self.model)
 
     @property
     def _state_rule(self) -> Literal["keep", "drop"]:
@@ -386,8 +403,9 @@ class Loop:
         """Restore trainable flags and modes as they were found."""
         try:
             spent = {"all": self.time.elapsed, **self.time.spent}
-            self.log.write("end", step=self.steps, round=self.round, resident=resident(), spent=spent)
+            self.log.write("end", step=self.steps, round=self.round, **self.resident.now(), spent=spent)
         finally:
+            self.resident.close()
             self.stepper.release()
             self.engine.release()
             self.norms.release_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,11 +16,12 @@ from pliant.cost.profile import Profile
 from pliant.cost.profile_json import COST
 from pliant.engine.slices.slices import merged
 from pliant.runtime.trainable import check_in_groups
+from pliant.session import controller_state
 from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/11"
+FORMAT = "pliant.session/12"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
@@ -36,6 +38,7 @@ _ROUND = {
     **dict.fromkeys(("predicted", "full", "seconds"), NUMBER),
     **dict.fromkeys(("asked", "asked_bytes", "measured_bytes"), _MAYBE_NUMBER),
 }
+_UNDO = Either(None, {"params": {str: torch.Tensor}, "buffers": {str: torch.Tensor}, "state": {str: Either(None, {str: Any})}})
 _STATE = {
     "format": str,
     "step": int,
@@ -63,11 +66,13 @@ _STATE = {
     },
     "budget": Either(None, dict),
     "seed": int,
-    "undo": Either(
-        None, {"params": {str: torch.Tensor}, "buffers": {str: torch.Tensor}, "state": {str: Either(None, {str: Any})}}
-    ),
+    "undo": _UNDO,
     "slices": Either(None, {str: {"dim": int, "index": [int], "state": {str: Any}}}),
-    "norms": Either(None, [str]),
+    "norms": {
+        "frozen": Either(None, [str]),
+        "statistics": {"looks": int, "sums": [NUMBER], "replaced": bool, "mean": {str: torch.Tensor}},
+    },
+    "beginning": {"tries": int, "over": bool, "losses": [NUMBER], "after": Either(None, [NUMBER]), "undo": _UNDO},
     "not_captured": Either(None, str),
     "frozen": [str],
 }
@@ -86,10 +91,11 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "time": loop.time.state(),
         "unread": loop.laps.peek(),
         "change_seconds": loop.change_seconds,
-        **loop.controller.state(),
+        **controller_state.state_of(loop.controller),
         "undo": loop.undo.state() if loop.undo is not None else None,
         "slices": loop.engine.slices.state_dict() if loop.engine.slices is not None else None,
         "norms": loop.norms.state(),
+        "beginning": loop.beginning.state(),
         "not_captured": loop.engine.not_captured,
         "frozen": sorted(loop.flags.frozen),
     }
@@ -101,10 +107,11 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
     loop.stepper.drop()
     loop.steps, loop.change_seconds = state["step"], state["change_seconds"]
     loop.time.load(state["time"])
-    loop.controller.load(state, loop.progress)
+    controller_state.load_into(loop.controller, state, loop.progress)
     loop.flags.load(state["frozen"])
     loop.controller.frozen = loop.flags.frozen
     loop.norms.load(state["norms"])
+    loop.beginning.load(state["beginning"], loop.model, loop.engine.optimizer)
     loop.engine.forget()
     loop.engine.origin = loop.controller.profile.origin if loop.controller.profile is not None else {}
     loop.engine.not_captured = state["not_captured"]
@@ -121,7 +128,7 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
             loop.engine.slices.load_state_dict(state["slices"])
     else:  # from before the first selection, which reads everything
         loop.flags.restore_()
-    loop.log.write("resume", step=loop.steps, round=loop.round)
+    loop.log.write("resume", step=loop.steps, round=loop.round, at=time.time())
 
 
 def check(loop: Loop, state: Mapping[str, Any]) -> None:

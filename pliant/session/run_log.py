@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from pliant import __version__
 from pliant.core import text
+from pliant.core.budget import RESOURCES, Progress
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
 from pliant.cost.profile import Profile
@@ -29,7 +31,15 @@ class RunLog:
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = path
         self._has_folder = path is None
-        self._steps: list[tuple[int, int, torch.Tensor | None, Callable[[], float]]] = []
+        self._lr: float | torch.Tensor | None = None  # of the step under way
+        self._total_steps: int | None = None
+        self._steps: list[tuple[int, int, torch.Tensor | None, Callable[[], float], float | torch.Tensor | None]] = []
+
+    def note_rate(self, optimizer: torch.optim.Optimizer, total_steps: int | None) -> None:
+        """A step begins: its learning rate is that of the first group now, and the run may have got a length."""
+        lr = next(iter(optimizer.param_groups), {}).get("lr")
+        self._lr = lr.clone() if isinstance(lr, torch.Tensor) and self.path is not None else lr
+        self._total_steps = total_steps
 
     def move(self, path: str | os.PathLike[str] | None) -> None:
         """Later lines go to this file, and the steps that no file holds yet."""
@@ -41,10 +51,16 @@ class RunLog:
             self.flush()
             self._append([{"event": event, **line}])
 
-    def step(self, step: int, round: int, loss: torch.Tensor | None, seconds: Callable[[], float]) -> None:
+    def step(
+        self,
+        step: int,
+        round: int,
+        loss: torch.Tensor | None,
+        seconds: Callable[[], float],
+    ) -> None:
         """One optimizer step; its loss and its seconds are read later, with those of its neighbours."""
         if self.path is not None:
-            self._steps.append((step, round, loss, seconds))
+            self._steps.append((step, round, loss, seconds, self._lr))
             if len(self._steps) >= _FLUSH_EVERY:
                 self.flush()
 
@@ -53,11 +69,12 @@ class RunLog:
         steps = self._steps
         if self.path is None or not steps:
             return
-        known = [loss.float() for _, _, loss, _ in steps if loss is not None]
+        known = [loss.float() for _, _, loss, _, _ in steps if loss is not None]
         values = iter(torch.stack(known).tolist() if known else [])
         self._append(
             {"event": "step", "step": n, "round": r, "loss": None if loss is None else next(values), "seconds": seconds()}
-            for n, r, loss, seconds in steps
+            | ({} if lr is None else {"lr": float(lr)})
+            for n, r, loss, seconds, lr in steps
         )
         self._steps = []  # only now: a folder that is gone loses none of them
 
@@ -70,7 +87,14 @@ class RunLog:
 
     # ------------------------------------------------------------ what a session writes
 
-    def start(self, policy: Policy, profile: Profile, units: tuple[Unit, ...], engine: str, profiling_seconds: float) -> None:
+    def start(
+        self,
+        policy: Policy,
+        profile: Profile,
+        units: tuple[Unit, ...],
+        engine: str,
+        profiling_seconds: float,
+    ) -> None:
         """What a run begins with; the cost of a unit is that of a step with it alone."""
         if self.path is None:
             return
@@ -92,6 +116,8 @@ class RunLog:
             coverage=profile.coverage,
             uncounted=list(profile.uncounted),
             profiling_seconds=profiling_seconds,
+            total_steps=self._total_steps,
+            at=time.time(),
         )
 
     def round(
@@ -101,9 +127,9 @@ class RunLog:
         engine: str,
         choosing_seconds: float,
         measured_before: float | None,
-        resident: int | None,
+        resident: Mapping[str, int | None],
     ) -> None:
-        """A selection, what the parts of its step cost, and what choosing it took."""
+        """A selection, what the parts of its step cost, what choosing it took, and the memory of the process."""
         if self.path is None:
             return
         self.write(
@@ -113,13 +139,33 @@ class RunLog:
             engine=engine,
             choosing_seconds=choosing_seconds,
             measured_before=measured_before,
-            resident=resident,
+            **resident,
         )
 
-    def memory(self, step: int, number: int, round: Round, measured: int) -> None:
-        """The bytes of a step that was measured, beside those that its round asked for and predicted."""
-        amounts = {"asked": round.asked_bytes, "predicted": round.predicted_bytes, "measured": measured}
-        self.write("memory", step=step, round=number, **amounts)
+    def memory(self, step: int, round: Round, measured: int, growth: int | None) -> None:
+        """The live bytes of a step that was measured, beside those that its round asked for and predicted; and by how many
+        bytes the peak of the process has grown since the session was opened."""
+        amounts = {"asked": round.asked_bytes, "predicted": round.predicted_bytes, "measured": measured, "growth": growth}
+        self.write("memory", step=step, round=round.number, **amounts)
+
+
+def described(
+    policy: Policy, model: torch.nn.Module, progress: Progress, engine: str, selection: Selection | None, seconds: float | None
+) -> str:
+    """A session in one line: its recipe and budget, how far it is, what trains now and what that takes."""
+    limits = {kind: getattr(policy.budget, kind) for kind in RESOURCES}
+    asked = ", ".join(
+        f"{kind}={'…' if callable(given) else repr(given)}" for kind, given in limits.items() if given is not None
+    )
+    of = "" if progress.total_steps is None else f" of {progress.total_steps}"
+    parts = [f"{policy.name}({asked}) on {type(model).__name__}", f"step {progress.step}{of}", f"engine {engine}"]
+    if selection is None:
+        return ", ".join([*parts, "nothing measured or chosen yet"])
+    parts.append(f"round {selection.round}: {len(selection.units)} of {len(selection.values)} units")
+    if seconds is not None:
+        share = f" ({seconds / selection.full.seconds:.2f} of a full step)" if selection.full.seconds else ""
+        parts.append(f"{text.seconds(seconds)} per step{share}")
+    return ", ".join(parts)
 
 
 def display(name: str, engine: str, steps: int, rounds: Sequence[Round], selection: Selection | None) -> str:

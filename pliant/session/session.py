@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from pliant.core.budget import Budget, Progress
 from pliant.core.types import Selection, Unit
+from pliant.cost.measure import timed
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
 from pliant.engine.prefix.feature_cache import Features
@@ -21,15 +23,17 @@ from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch
 from pliant.runtime.optimizer_step import OnNan, Update
+from pliant.runtime.ranks import Ranks, unwrapped
 from pliant.runtime.sample_ids import ids_of
 from pliant.runtime.torch_internals import without_dynamo
-from pliant.session import changes, checkpoint, resume
+from pliant.session import arguments, changes, checkpoint, own_loop, resume
 from pliant.session.controller import Controller
 from pliant.session.delta import Undo
 from pliant.session.feedback import Feedback, Round
 from pliant.session.fit import fit
 from pliant.session.loop import Loop
-from pliant.session.run_log import RunLog, display
+from pliant.session.norms import Norms
+from pliant.session.run_log import RunLog, described, display
 
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
 
@@ -80,15 +84,18 @@ class Session:
         correct: bool = True,
         clock: Watch | None = None,
     ) -> None:
-        """`engine` names how steps run, or lets one rule pick ("auto"). `cache` is how many bytes of features may be kept by
-        sample, or a `Features`. `probe` are batches on which units are scored, in place of the one at hand. `prefix_dtype` is
-        what the frozen part before the first trained layer computes in. `profile` is a saved measurement to use instead of
-        measuring; without it, what an earlier run kept in the cache folder is used (unless `PLIANT_PROFILES=off`). `undo` keeps
-        what `delta` and `rollback` need. `clock` replaces the device's clock in a simulation.
+        """`model` may be in DistributedDataParallel, or sharded by `fully_shard`. `engine` names how steps run, or lets one
+        rule pick ("auto"). `cache` is how many bytes of features may be kept by sample, or a `Features`. `probe` are batches on
+        which units are scored, in place of the one at hand. `prefix_dtype` is what the frozen part before the first trained
+        layer computes in. `profile` is a saved measurement to use instead of measuring; without it, what an earlier run kept in
+        the cache folder is used (unless `PLIANT_PROFILES=off`). `undo` keeps what `delta` and `rollback` need. `clock` replaces
+        the device's clock in a simulation.
 
         `norm` says which batch norms use the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or
-        as the model's own modes say ("as-is"). "auto": those that are chosen, unless batches are small and resemble the
-        data of the running statistics. Where everything is chosen without a budget, norms run as in plain training.
+        as the model's own modes say ("as-is"). "auto" is the rule of the recipe, or else this: those behind the first layer
+        that trains, unless batches are small and resemble the data of the running statistics. Where everything is chosen
+        without a budget, norms run as in plain training. With "auto", running statistics that the first batches show to be of
+        another world are re-estimated.
 
         `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), an
         error says so ("raise"), or it is taken ("ignore"). By default it is skipped on the CPU, and taken elsewhere: to look
@@ -97,33 +104,38 @@ class Session:
         `correct` changes the selection within a round where measured steps miss the time that was asked, or take more memory.
         Selections then depend on measurements; without it, on the profile and the seed alone.
         """
-        if not isinstance(policy, Policy):
-            raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
+        arguments.check(model, optimizer, loss, policy)
         if isinstance(cache, (str, int)):
             cache = Features(cache)
         if cache is not None and not isinstance(cache, Features):
             raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
+        model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
-        earlier = _OPEN[model]() if model in _OPEN else None
-        if earlier is not None:
+        ranks = Ranks.of(model, ddp)
+        changes.check_processes(ranks, policy.budget, policy.cost is timed and profile is None)
+        if model in _OPEN and (earlier := _OPEN[model]()) is not None:
             earlier.close()
+        arguments.check_alone(
+            model, [other for other, one in _OPEN.items() if (held := one()) is not None and not held._closed]
+        )
         hooked = next((name for name, p in trainable(model).items() if p._post_accumulate_grad_hooks), None)
         if hooked is not None:
             raise ValueError(
                 f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would run. "
                 f"Remove it."
             )
-        known = Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile
+        known = ranks.first(lambda: Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile)
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
-        self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype)
+        self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype, ranks)
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
-        self._undo = Undo(model, optimizer) if undo else None
-        norms, log_file = BatchNormModes(model, norm), RunLog(log)
-        parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock
+        self._undo = Undo(model, optimizer) if undo and not ranks.shards else None
+        modes = BatchNormModes(model, policy.norm if norm == "auto" else norm)
+        norms, log_file = Norms(modes, ranks), RunLog(log if ranks.is_first else None)
+        parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock, ranks
         self._loop = Loop(model, loss, *parts)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
-        self._closed = False
+        self._closed: bool = False
         _OPEN[model] = ref(self)
 
     # ------------------------------------------------------------ what the user reads
@@ -234,6 +246,10 @@ class Session:
         self._check_open()
         changes.use_optimizer(self._loop, optimizer)
 
+    def __repr__(self) -> str:
+        what = self.policy, self.model, self.progress, self.engine, self._controller.selection, self.measured_seconds
+        return f"<Session{' (closed)' * self._closed}: {described(*what)}>"
+
     def _repr_html_(self) -> str:
         """How a notebook shows it: what the last rounds asked, predicted and measured, and what is chosen now."""
         rounds = self.rounds if self._controller.selection is not None else ()
@@ -254,10 +270,46 @@ class Session:
         return self._loop.step(batch, ids)
 
     @without_dynamo
-    def before_step(self, batch: Any) -> None:
-        """Measure (once), choose again (when due) and apply; your own forward, backward and optimizer step follow."""
+    def before_step(self, batch: Any, *, method: str = "forward", batches: int | None = None) -> None:
+        """Measure (once), choose again (when due) and apply; your own forward, backward and optimizer step follow.
+
+        Call it once per optimizer step, before its first batch. `method` is the model's that runs your forward pass. `batches`
+        is how many this step takes: if not `accumulate`, its time says nothing about other steps.
+        """
         self._check_open()
-        self._loop.before_step(batch)
+        own_loop.before_step(self._loop, batch, method, batches)
+
+    def check_gradients(self) -> None:
+        """An error where the processes of a DDP hold different gradients. Called by itself before an optimizer step; where the
+        optimizer runs backward in a closure, call it in there."""
+        self._loop.check_gradients()
+
+    @without_dynamo
+    def backward(
+        self,
+        batch: Any,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        backward: Callable[..., None] | None = None,
+        *,
+        first: bool = True,
+    ) -> torch.Tensor:
+        """Forward and backward of one batch, for a loop whose optimizer step is not the session's. Returns the loss, detached.
+
+        The `first` batch of an optimizer step measures and chooses when due; others of the same step add their gradients.
+        `loss(batch)` takes the place of the session's own, and `backward(loss)` that of the backward pass (as
+        `accelerator.backward`). Clip, step and clear gradients afterwards.
+        """
+        self._check_open()
+        return own_loop.backward(self._loop, batch, loss, backward, first)
+
+    def estimate_norms(self, batches: Iterable[Any]) -> None:
+        """Replace the running statistics of batch norms by the mean over these batches, by forward passes of the loss alone.
+
+        With `norm="auto"` a session does this by itself over its first batches, where they are of another world. `rollback`
+        brings the old statistics back.
+        """
+        self._check_open()
+        self._loop.note(self._loop.norms.estimate(partial(self.loss, self.model, batch) for batch in batches))
 
     def fit(self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None) -> list[float]:
         """Train up to epoch `epochs`, counted from the session's first step; a resumed session goes on where it stopped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,13 +38,16 @@ class Stepper:
         accumulate: int,
         laps: Laps,
         on_own_step: Callable[[StepResult], None],
+        before_update: Callable[[], None],
     ) -> None:
-        """`on_own_step` gets the result of every step that the caller takes."""
+        """`on_own_step` gets the result of every step that the caller takes. `before_update()` comes before every update."""
         self._engine, self._params, self._accumulate, self._laps = engine, params, accumulate, laps
-        self._on_own_step = on_own_step
+        self._on_own_step, self._before_update = on_own_step, before_update
         self.batches = 0  # of the step under way that are in
+        self.is_whole = True  # whether the caller's step takes as many batches as were priced
         self._peak: StepPeak | None = None  # of that step, where it is measured
         self._is_ours = False
+        self._told: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self.use_optimizer(engine.optimizer)
 
@@ -52,6 +56,7 @@ class Stepper:
         self.release()
         self._hooks = [
             optimizer.register_step_pre_hook(even_out_),
+            optimizer.register_step_pre_hook(self._before_optimizer_step),
             optimizer.register_step_post_hook(self._after_optimizer_step),
         ]
         self._engine.use_optimizer(optimizer)
@@ -61,9 +66,35 @@ class Stepper:
         for hook in self._hooks:
             hook.remove()
 
+    def _before_optimizer_step(self, *_: Any) -> None:
+        self._before_update()
+
     def _after_optimizer_step(self, *_: Any) -> None:
-        if self._laps.is_running and not self._is_ours:
+        if self._is_ours:
+            return
+        if self._laps.is_running:
             self._on_own_step(self.end())
+        else:
+            self.warn_once(
+                "the optimizer took a step that the session knows nothing of: it is not measured, and nothing is chosen for "
+                "it. Call session.before_step(batch) before every step of your own, or let session.step(batch) take it."
+            )
+
+    def warn_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            warnings.warn(text, stacklevel=2)
+
+    def check_not_repeated(self) -> None:
+        """A step of the caller's own is under way and another begins: warn, unless a GradScaler may have skipped the first."""
+        grads = [param.grad for param in self._params if param.grad is not None]
+        if not self._laps.is_running or (not grads and self._params and next(iter(self._params)).is_cuda):
+            return
+        if all(bool(grad.isfinite().all()) for grad in grads if not grad.is_sparse):
+            self.warn_once(
+                "session.before_step was called twice without a step of the optimizer between: each call counts as a step. "
+                "Call it once per optimizer step, also where gradients of several batches add up."
+            )
 
     @property
     def begins(self) -> bool:
@@ -91,7 +122,7 @@ class Stepper:
         """The step under way is over."""
         peak, self._peak = self._peak, None
         fills = loss is not None and self._engine.fills  # filling a cache is paid once
-        counts = peak is None and not fills
+        counts = peak is None and not fills and (loss is not None or self.is_whole)
         return StepResult(loss, self._laps.end(counts), counts, peak.bytes if peak is not None else None)
 
     def drop(self) -> None:
@@ -106,7 +137,7 @@ class Stepper:
             gradients = sum(storage(p.grad)[1] for p in self._params if p.grad is not None)
             self._laps.begin()
             state = self._state_bytes
-            self._peak = StepPeak(next(iter(self._params)).device, inference, state() + gradients, state)
+            self._peak = StepPeak(next(iter(self._params)).device, inference, state() + gradients, state, kernels=True)
 
     def _state_bytes(self) -> int:
         """Bytes of optimizer state, that of slices included."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pliant.graph.backward import depends_on_parameter
 from pliant.runtime import batches
 from pliant.runtime.batches import Pieces
 
@@ -55,7 +54,7 @@ def potentials(
         if not isinstance(module, _LAYERS) and out.shape[-1] != module._parameters["weight"].shape[1]:  # type: ignore[union-attr]
             return  # not a product with a matrix of inputs × outputs
         through_modules.update(own[module])
-        if not any(depends_on_parameter(given, clean) for given in batches.tensors(inputs)):
+        if not any(_depends_on_parameter(given, clean) for given in batches.tensors(inputs)):
             first.add(min((name for name in own[module] if name in params), key=lambda name: params[name].numel()))
         if own[module][0] not in params:  # another window's
             return
@@ -96,6 +95,26 @@ def potentials(
             potential = (potential / weight.shape[0]).expand(weight.shape)
         out[own[module][0]] = potential
     return out
+
+
+def _depends_on_parameter(tensor: torch.Tensor, clean: set[Any]) -> bool:
+    """Whether gradients flow from a tensor to some parameter, and not only to an input that requires one.
+
+    `clean` collects autograd nodes of which it is known that they do not, for the next call.
+    """
+    if tensor.grad_fn is None:
+        return tensor.requires_grad and isinstance(tensor, nn.Parameter)
+    stack: list[Any] = [tensor.grad_fn]
+    seen = {tensor.grad_fn}
+    while stack:
+        node = stack.pop()
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        following = {one for one, _ in node.next_functions if one is not None} - seen - clean
+        seen |= following
+        stack += following
+    clean |= seen
+    return False
 
 
 def _is_product(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,15 @@ from torch import nn
 
 from pliant.core.errors import ProbeError
 from pliant.core.types import Part, Unit
+from pliant.graph.backward import walk
 from pliant.runtime import torch_internals
 from pliant.runtime.batches import Around, Loss, Pieces
+from pliant.runtime.heap import give_back, is_held
+from pliant.runtime.ranks import Ranks, local
 from pliant.runtime.rng import rng_states, set_rng_states
 from pliant.runtime.sandbox import sandbox, scratch, scratch_step
 from pliant.runtime.trainable import ELEMENTWISE
+from pliant.runtime.working import told
 from pliant.signals.fisher import potentials
 from pliant.signals.signals import Seen, Signal
 
@@ -46,23 +51,32 @@ def probe(
     around: Around = nullcontext,
     pieces: Pieces | None = None,
     freeze: bool = True,
+    ranks: Ranks | None = None,
 ) -> dict[Unit, float]:
     """The value of every unit on one batch. Leaves no trace.
 
     With `pieces`, the batch comes in pieces, one after the other, so that a set of any size is scored in the memory of one
-    piece. The Fisher potential is that of the whole set; other signals are averaged over the pieces.
+    piece. The Fisher potential is that of the whole set; `agreement` compares the pieces with each other, which takes one more
+    copy of the gradients; other signals are averaged over the pieces.
 
     Gradients stream: each is scored and freed as it appears. With `windows`, parameters are scored window by window, each in
     passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
     `around()`. Without `freeze`, no parameter is frozen meanwhile. `scale` (a GradScaler's) multiplies the loss and is divided
-    out of the gradients again. A unit whose gradient is not finite gets NaN; where none is finite, or the loss is not, that is
-    a `ProbeError`.
+    out of the gradients again. With `ranks`, gradients are averaged over all processes before they are scored, so that values
+    are those of the whole batch. A unit whose gradient is not finite gets NaN; where none is finite, or the loss is not, that
+    is a `ProbeError`.
     """
+    ranks = ranks or Ranks()
+    sliced = any(part.dim is not None for unit in units for part in unit.parts)
+    if ranks.shards and (signal.needs == "activation" or sliced or type(optimizer) not in ELEMENTWISE):
+        what = "the Fisher potential" if signal.needs == "activation" else "the value of channels"
+        what = what if signal.needs == "activation" or sliced else f"the update of {type(optimizer).__name__}"
+        raise ValueError(f"{what} cannot be computed from parameters that fully_shard has spread: use another, or DDP.")
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
     chances = np.random.default_rng([seed, round]).random(len(names))
-    blank = {name: Seen(name, params[name].detach(), i, float(chances[i])) for i, name in enumerate(names)}
-    tally = _Tally(signal, units)
+    blank = {name: Seen(name, local(params[name].detach()), i, float(chances[i])) for i, name in enumerate(names)}
+    tally = _Tally(signal, units, ranks)
 
     if signal.needs == "nothing":
         for seen in blank.values():
@@ -73,24 +87,29 @@ def probe(
     update = _updater(optimizer, params)
     with sandbox(model, train=names if freeze else None):
         start = rng_states()
-        for window in [names] if windows is None else windows:
+        for window in told("scoring layers", [names] if windows is None else list(windows)):
+            give_back()  # what the last one has freed
             set_rng_states(start)  # every window sees the same dropout
             chosen = {name: params[name] for name in window if name in blank}
             for name in names if freeze else ():
                 params[name].requires_grad_(name in chosen)
-            stream = _Stream(model, loss, scale, chosen, around)
+            stream = _Stream(model, loss, scale, chosen, around, ranks)
             if signal.needs == "activation":
                 for name, potential in potentials(model, names, chosen, parts, scale, stream.run).items():
-                    tally.add(replace(blank[name], potential=potential))
+                    tally.add(replace(blank[name], potential=ranks.average_(potential)))
+                continue
+            if signal.needs == "batches" and len(parts) > 1:
+                _compare(stream, parts, blank, tally)
                 continue
             for part in parts:
                 stream.run(part, lambda name, grad: tally.add(_scored(blank[name], grad, update), 1 / len(parts)))
+    values = tally.values()
     if scale == 1.0 and tally.is_spoilt:  # a scale that is too large is the scaler's matter
         raise ProbeError(
             "the loss of the probe batch is finite, but no gradient is: nothing can be learned from it. Check this batch and "
             "the weights, and what the loss divides by or takes the root of."
         )
-    return tally.values()
+    return values
 
 
 def watch(params: Mapping[str, torch.Tensor], units: Sequence[Unit]) -> dict[str, float]:
@@ -103,43 +122,83 @@ def watch(params: Mapping[str, torch.Tensor], units: Sequence[Unit]) -> dict[str
     there = {name: grad for name, grad in grads.items() if grad is not None}
     if not there:
         return {}
-    norms = torch_internals.norms([grad.coalesce().values() if grad.is_sparse else grad for grad in there.values()])
+    norms = torch_internals.norms([grad.coalesce().values() if grad.is_sparse else local(grad) for grad in there.values()])
     squares = torch.stack([norm.float().square().to(norms[0].device) for norm in norms]).tolist()
     square = dict(zip(there, squares, strict=True))
     return {unit.name: sum(square.get(name, 0.0) for name in unit.params) for unit in units}
 
 
+def _compare(stream: _Stream, parts: Pieces, blank: Mapping[str, Seen], tally: _Tally) -> None:
+    """Score each piece but the first against the mean gradient of the pieces before it."""
+    sums: dict[str, torch.Tensor] = {}
+    for turn, part in enumerate(parts):
+
+        def take(name: str, grad: torch.Tensor, turn: int = turn) -> None:
+            if name not in sums:
+                sums[name] = grad.clone()
+                return
+            tally.add(replace(blank[name], grad=grad, others=sums[name] / turn), turn=turn)
+            sums[name] += grad
+
+        stream.run(part, take)
+
+
 class _Tally:
     """Adds up worths by unit, on the device, until they are asked for."""
 
-    def __init__(self, signal: Signal, units: Sequence[Unit]) -> None:
-        self._signal = signal
-        self._units = units
+    def __init__(self, signal: Signal, units: Sequence[Unit], ranks: Ranks) -> None:
+        self._signal, self._units, self._ranks = signal, units, ranks
+        self.is_spoilt = False  # whether nothing that was seen is finite
         self._parts: dict[str, list[tuple[int, Part]]] = {}
         for i, unit in enumerate(units):
             for part in unit.parts:
                 self._parts.setdefault(part.param, []).append((i, part))
         self._found: list[tuple[int, torch.Tensor]] = []
+        self._turns: list[int] = []  # of each that was found
+        self._sizes: list[tuple[int, torch.Tensor]] = []  # squared weights, where there are turns
 
-    def add(self, seen: Seen, weight: float = 1.0) -> None:
+    def add(self, seen: Seen, weight: float = 1.0, turn: int = 0) -> None:
+        """Add what a parameter is worth. With turns (from 1), each is an estimate of the same."""
         with torch.no_grad():
             worth = self._signal.worth(seen)
             for i, part in self._parts.get(seen.name, ()):
                 self._found.append((i, _of_part(worth, part, seen.weight.shape).double() * weight))
-
-    @property
-    def is_spoilt(self) -> bool:
-        """Whether nothing that was seen is finite."""
-        return bool(self._found) and not any(bool(amount.isfinite()) for _, amount in self._found)
+                self._turns.append(turn)
+                if turn == 1:
+                    square = _of_part(seen.weight.abs().float().square(), part, seen.weight.shape)
+                    self._sizes.append((i, square.double().to(self._found[0][1].device)))
 
     def values(self) -> dict[Unit, float]:
-        totals = [0.0] * len(self._units)
-        if self._found:
-            device = self._found[0][1].device
-            amounts = torch.stack([amount.to(device) for _, amount in self._found]).tolist()
+        """The value of every unit, the same in all processes."""
+        device = self._found[0][1].device if self._found else None
+        amounts = torch.stack([amount.to(device) for _, amount in self._found]).tolist() if self._found else []
+        if self._sizes:
+            totals = self._agreed(amounts)
+        else:
+            totals = [0.0] * len(self._units)
             for (i, _), amount in zip(self._found, amounts, strict=True):
                 totals[i] += amount
+        self.is_spoilt = bool(amounts) and not any(map(math.isfinite, amounts))
+        if not self._ranks.is_alone:
+            names = [unit.name for unit in self._units]
+            totals = list(self._ranks.total(dict(zip(names, totals, strict=True))).values())
+            self.is_spoilt = bool(self._found) and not any(map(math.isfinite, totals))
         return dict(zip(self._units, (t if math.isfinite(t) else math.nan for t in totals), strict=True))
+
+    def _agreed(self, amounts: Sequence[float]) -> list[float]:
+        """What is sure of several estimates, relative to the unit's weights. Turn k compares with the mean of k batches, so its
+        variance is a k-th of the first one's: weighted by k, the mean is that over all pairs of batches."""
+        turns = np.zeros((max(self._turns), len(self._units)))
+        for (i, _), turn, amount in zip(self._found, self._turns, amounts, strict=True):
+            turns[turn - 1, i] += amount
+        weights = np.arange(1, len(turns) + 1)[:, None]
+        mean = (weights * turns).sum(axis=0) / weights.sum()
+        if len(turns) > 1:
+            mean -= np.sqrt((weights * (turns - mean) ** 2).sum(axis=0) / (len(turns) - 1) / weights.sum())
+        sizes = np.zeros(len(self._units))
+        for i, size in self._sizes:
+            sizes[i] += float(size)
+        return list((mean / np.maximum(sizes, 1e-30)).tolist())
 
 
 def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:
@@ -169,6 +228,7 @@ class _Stream:
     scale: float
     params: Mapping[str, nn.Parameter]
     around: Around
+    ranks: Ranks
 
     def run(
         self,
@@ -187,26 +247,53 @@ class _Stream:
 
             return take
 
-        handles = [param.register_post_accumulate_grad_hook(hook(name)) for name, param in self.params.items()]
+        hooked = self.params if self.ranks.is_alone else {}
+        handles = [param.register_post_accumulate_grad_hook(hook(name)) for name, param in hooked.items()]
         try:
             with self.around():
-                value = _finite_loss(self.model, self.loss, batch)
-            if value.requires_grad:  # into these parameters alone: the loss may have some of its own
-                scaled = value * self.scale if self.scale != 1.0 else value
-                torch.autograd.backward(scaled, inputs=into() if into is not None else list(self.params.values()))
+                value = self.loss(self.model, batch)
+            self.ranks.each(partial(_check_finite, value.detach()))
+            if not value.requires_grad:
+                return
+            if is_held():  # memory is limited: what each node frees goes back before the next one runs
+                for node in walk(value):
+                    node.register_prehook(lambda *_: give_back())
+            scaled = value * self.scale if self.scale != 1.0 else value
+            # Into these parameters alone: the loss may have some of its own.
+            ends = into() if into is not None else list(self.params.values())
+            if self.ranks.is_alone:
+                torch.autograd.backward(scaled, inputs=ends)
+            else:
+                self._run_together(scaled, ends, on_grad)
         finally:
             for handle in handles:
                 handle.remove()
 
+    def _run_together(
+        self, loss: torch.Tensor, ends: Sequence[torch.Tensor], on_grad: Callable[[str, torch.Tensor], None]
+    ) -> None:
+        """Backward in all processes, then their mean gradients in one order, whatever each of their batches has reached."""
+        grads: Sequence[torch.Tensor | None]
+        if self.ranks.shards:  # which averages by itself, where gradients are accumulated
+            torch.autograd.backward(loss)
+            grads = [end.grad for end in ends]
+        else:  # DDP must not notice
+            grads = torch.autograd.grad(loss, ends, allow_unused=True)
+        mine = {id(end): grad for end, grad in zip(ends, grads, strict=True)}
+        for name, param in self.params.items():
+            if id(param) in mine:
+                grad, param.grad = mine.pop(id(param)), None
+                grad = torch.zeros_like(param) if grad is None else grad.to_dense() if grad.is_sparse else grad
+                grad = local(grad) if self.ranks.shards else self.ranks.average_(grad)
+                on_grad(name, grad / self.scale if self.scale != 1.0 else grad)
 
-def _finite_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
-    value = loss(model, batch)
-    if not bool(torch.isfinite(value.detach()).all()):
+
+def _check_finite(value: torch.Tensor) -> None:
+    if not bool(torch.isfinite(value).all()):
         raise ProbeError(
             f"the loss of the probe batch is {value.item()}: nothing can be learned from it. Check this batch and the weights; "
             f"a lower learning rate or clip=… keeps training from diverging."
         )
-    return value
 
 
 def _updater(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> _Update:
@@ -223,6 +310,9 @@ def _updater(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
         precise = precise.to_complex() if param.is_complex() else precise
         like, (copy,) = scratch(optimizer, [param], precise, [value])
         copy.grad = grad.to(precise)
+        for group in like.param_groups:  # a warm-up begins with a rate of 0, at which nothing would be worth anything
+            if not group.get("lr", 1.0):
+                group["lr"] = group.get("initial_lr", group["lr"])
         scratch_step(like)
         return copy.detach().sub_(value)
 
@@ -230,11 +320,10 @@ def _updater(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter
         param = params[name]
         if id(param) not in grouped:  # the optimizer would not move it
             return torch.zeros_like(grad)
-        piece = _PIECE.get(param.device.type, 1 << 20)
-        if param.numel() <= piece or type(optimizer) not in ELEMENTWISE:
-            return step(param, param.detach(), grad)
-        value, flat = param.detach().reshape(-1), grad.reshape(-1)
-        pieces = [step(param, v, g).to(grad.dtype) for v, g in zip(value.split(piece), flat.split(piece), strict=True)]
-        return torch.cat(pieces).view(param.shape)
+        piece, value = _PIECE.get(param.device.type, 1 << 20), local(param.detach())
+        if value.numel() <= piece or type(optimizer) not in ELEMENTWISE:
+            return step(param, value, grad)
+        flat = zip(value.reshape(-1).split(piece), grad.reshape(-1).split(piece), strict=True)
+        return torch.cat([step(param, v, g).to(grad.dtype) for v, g in flat]).view(value.shape)
 
     return update

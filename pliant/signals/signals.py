@@ -13,8 +13,9 @@ import torch
 class Seen:
     """What a probe saw of one parameter.
 
-    `grad` is its gradient, `update()` the change that the user's optimizer would make from a fresh state. `potential` is the
-    Fisher potential per output channel. `depth` counts from the loss (0); `chance` is random in [0, 1), new each round.
+    `grad` is its gradient, `update()` the change that the user's optimizer would make from a fresh state. `others` is the mean
+    gradient of other batches. `potential` is the Fisher potential per output channel. `depth` counts from the loss (0);
+    `chance` is random in [0, 1), new each round.
     """
 
     name: str
@@ -24,18 +25,20 @@ class Seen:
     grad: torch.Tensor | None = None
     update: Callable[[], torch.Tensor] | None = None
     potential: torch.Tensor | None = None
+    others: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Signal:
     """`worth(seen)` gives the worth of a parameter's elements: its shape, or one number per index of its first dimension.
 
-    `needs` says what must run: nothing, a backward pass, or a backward pass that also reads activations.
+    `needs` says what must run: nothing, a backward pass, one that also reads activations, or one for each of several batches,
+    whose gradients are compared.
     """
 
     name: str
     worth: Callable[[Seen], torch.Tensor]
-    needs: Literal["nothing", "gradient", "activation"] = "gradient"
+    needs: Literal["nothing", "gradient", "activation", "batches"] = "gradient"
 
 
 def update_gain() -> Signal:
@@ -51,6 +54,21 @@ def update_gain() -> Signal:
     return Signal("update_gain", worth)
 
 
+def agreement() -> Signal:
+    """What batches agree on: (Σ g·g' less one standard error) / Σ w², g: the gradient of one batch, g': that of another.
+
+    That is the first-order drop of the loss on batches that a gradient step has not seen. Where a unit's gradients are noise,
+    or fit single samples, it is zero or less: to train that unit helps no other data. Relative to the weights, as in
+    "Surgical fine-tuning", arXiv 2210.11466. With a single batch nothing can be compared, and it is Σ g².
+    """
+
+    def worth(seen: Seen) -> torch.Tensor:
+        grad = _grad(seen)
+        return (grad.conj() * (grad if seen.others is None else _single(seen.others))).real
+
+    return Signal("agreement", worth, needs="batches")
+
+
 def fisher() -> Signal:
     """Fisher potential of each output channel: Δ_o = 1/(2N) Σ_n (Σ_d a·g)², a: a module's output, g: its gradient.
 
@@ -63,6 +81,29 @@ def fisher() -> Signal:
 def grad_norm() -> Signal:
     """Σ g²: the squared gradient norm (squared, so that a layer's is the sum of its tensors')."""
     return Signal("grad_norm", lambda seen: _squares(_grad(seen)))
+
+
+def alignment(window: int = 20) -> Signal:
+    """The cosine of a tensor's new step down its gradient and its way since the window began; 0 at the beginning.
+
+    A window has so many probes. Its beginning is not saved: a run that is resumed begins a new one. GALA, arXiv 2404.03784.
+    """
+    if window < 2:
+        raise ValueError(f"alignment(window={window}): at least two probes.")
+    anchors: dict[str, torch.Tensor] = {}
+    probes: dict[str, int] = {}
+
+    def worth(seen: Seen) -> torch.Tensor:
+        number = probes[seen.name] = probes.get(seen.name, -1) + 1
+        anchor = anchors.get(seen.name)
+        if number % window == 0 or anchor is None or anchor.shape != seen.weight.shape:
+            anchors[seen.name] = seen.weight.clone()
+            return _nothing(seen)
+        way, grad = _single(seen.weight - anchor), _grad(seen)
+        lengths = way.norm() * grad.norm()
+        return (-(grad.conj() * way).real.sum() / lengths.clamp(min=1e-30)).reshape(1)
+
+    return Signal("alignment", worth)
 
 
 def weight_norm() -> Signal:

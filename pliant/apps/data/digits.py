@@ -14,10 +14,15 @@ from pliant.apps.models import PIXEL_STATS
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Images (float NCHW, normalised) and their labels."""
+    """What a network sees (images as normalised NCHW floats, token ids, spectrograms) and the labels."""
 
-    images: Tensor
+    inputs: Tensor
     labels: Tensor
+
+    @property
+    def images(self) -> Tensor:
+        """The inputs, where they are images."""
+        return self.inputs
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -71,7 +76,7 @@ def _shuffled(split: Split, size: int, seed: int, epochs: int | None) -> Iterato
         order = torch.randperm(len(split), generator=generator)
         for start in range(0, len(split) - size + 1, size):
             chosen = order[start : start + size]
-            yield split.images[chosen], split.labels[chosen]
+            yield split.inputs[chosen], split.labels[chosen]
         epoch += 1
 
 

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pliant.apps.data.digits import Split
-from pliant.core.errors import PliantError
+from pliant.apps.data.errors import DataError
+from pliant.runtime.working import note, told
 
 PixelStats = tuple[float | Sequence[float], float | Sequence[float]]
 """Mean and standard deviation of pixels in 0…1: one number each, or one per channel."""
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
-_SPLIT_FOLDERS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
+SPLIT_FOLDERS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
 # of a packed set: the kinds of numpy types of each array, and how many dims it has
 _ARRAYS = {
     "data": ("u", 1),
@@ -37,7 +38,7 @@ _ARRAYS = {
 _SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 
 
-class ImageError(PliantError, ValueError):
+class ImageError(DataError):
     """Images that cannot be used as they are."""
 
 
@@ -105,18 +106,23 @@ class ImageSet:
         """
         if not 0 < validation < 0.5:
             raise ImageError(f"validation={validation}: give the share of every class to set aside, above 0 and below 0.5.")
-        split = torch.zeros(len(self), dtype=torch.uint8) if self.split is None else self.split.cpu().clone()
-        missing = [kind for kind in (VALIDATION, *([TEST] if test else [])) if not bool((split == kind).any())]
-        generator = torch.Generator().manual_seed(seed)
-        labels = self.labels.cpu()
-        for label in range(len(self.classes)):
-            mine = ((labels == label) & (split == TRAIN)).nonzero()[:, 0]
-            mine = mine[torch.randperm(len(mine), generator=generator)]
-            each = min(round(validation * len(mine)), (len(mine) - 1) // len(missing)) if missing and len(mine) else 0
-            for place, kind in enumerate(missing):
-                split[mine[place * each : (place + 1) * each]] = kind
+        split = completed(self.labels.cpu(), len(self.classes), self.split, validation, seed, test=test)
         parts = [(split == kind).to(self.labels.device) for kind in (TRAIN, VALIDATION, TEST)]
         return Splits(*(Split(self.images[part], self.labels[part]) for part in parts))
+
+
+def completed(labels: Tensor, classes: int, given: Tensor | None, validation: float, seed: int, *, test: bool) -> Tensor:
+    """The split of every sample, with those that are missing taken at random from the training samples of every class."""
+    split = torch.zeros(len(labels), dtype=torch.uint8) if given is None else given.cpu().clone()
+    missing = [kind for kind in (VALIDATION, *([TEST] if test else [])) if not bool((split == kind).any())]
+    generator = torch.Generator().manual_seed(seed)
+    for label in range(classes):
+        mine = ((labels == label) & (split == TRAIN)).nonzero()[:, 0]
+        mine = mine[torch.randperm(len(mine), generator=generator)]
+        each = min(round(validation * len(mine)), (len(mine) - 1) // len(missing)) if missing and len(mine) else 0
+        for place, kind in enumerate(missing):
+            split[mine[place * each : (place + 1) * each]] = kind
+    return split
 
 
 def load(path: str | os.PathLike[str], size: int) -> ImageSet:
@@ -127,10 +133,10 @@ def load(path: str | os.PathLike[str], size: int) -> ImageSet:
 def loose(path: str | os.PathLike[str], size: int) -> tuple[Tensor, list[str]]:
     """The images directly inside a folder, without classes, resized as in `folder`; and the names of their files."""
     root = Path(path)
-    files = sorted(file for file in root.iterdir() if _is_image(file)) if root.is_dir() else []
+    files = sorted(file for file in root.iterdir() if is_image(file)) if root.is_dir() else []
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
     for row, file in zip(images, files, strict=True):
-        row.copy_(_decoded(file, f"the image {os.fspath(file)!r}", size))
+        row.copy_(decoded(file, f"the image {os.fspath(file)!r}", size))
     return images, [file.name for file in files]
 
 
@@ -145,30 +151,41 @@ def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
     if not root.is_dir():
         what = "a file" if root.exists() else "not there"
         raise ImageError(f"no folder {os.fspath(root)!r}: it is {what}. Give a folder with one folder per class.")
-    tops = _folders(root)
-    by_split = bool(tops) and all(top.name.lower() in _SPLIT_FOLDERS for top in tops)
+    tops = folders_in(root)
+    by_split = bool(tops) and all(top.name.lower() in SPLIT_FOLDERS for top in tops)
     files: list[tuple[Path, str, int]] = []
-    for place, kind in [(top, _SPLIT_FOLDERS[top.name.lower()]) for top in tops] if by_split else [(root, TRAIN)]:
-        found = _folders(place)
+    ignored = [] if by_split else [file for file in root.iterdir() if file.is_file() and not file.name.startswith(".")]
+    for place, kind in [(top, SPLIT_FOLDERS[top.name.lower()]) for top in tops] if by_split else [(root, TRAIN)]:
+        found = folders_in(place)
         if not found:
             raise ImageError(
                 f"{os.fspath(place)!r} holds no folders{_loose(place)}. Put the images of each class into their own folder."
             )
         for of_class in found:
-            mine = sorted(file for file in of_class.iterdir() if _is_image(file))
+            mine = sorted(file for file in of_class.iterdir() if is_image(file))
             if not mine:
                 raise ImageError(
                     f"the class {of_class.name!r} is empty: {os.fspath(of_class)!r} holds no image "
                     f"({', '.join(sorted(_SUFFIXES))}). Add some, or remove the folder."
                 )
             files += [(file, of_class.name, kind) for file in mine]
+            ignored += [file for file in of_class.iterdir() if not file.name.startswith(".") and not is_image(file)]
+    tell_ignored(root, ignored)
     classes = tuple(sorted({name for _, name, _ in files}))
     number = {name: label for label, name in enumerate(classes)}
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
-    for row, (file, _, _) in zip(images, files, strict=True):
-        row.copy_(_decoded(file, f"the image {os.fspath(file)!r}", size))
+    for row, (file, _, _) in told("reading images", list(zip(images, files, strict=True))):
+        row.copy_(decoded(file, f"the image {os.fspath(file)!r}", size))
     labels = torch.tensor([number[name] for _, name, _ in files])
     return ImageSet(images, labels, classes, torch.tensor([kind for _, _, kind in files]) if by_split else None)
+
+
+def tell_ignored(root: Path, ignored: Sequence[Path], what: str = "image of a class") -> None:
+    """A note about files in a folder that were not read."""
+    if ignored:
+        some = ", ".join(repr(os.fspath(file.relative_to(root))) for file in sorted(ignored)[:3])
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        note(f"ignored in {os.fspath(root)!r}, because no {what}: {some}{more}")
 
 
 def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
@@ -205,22 +222,26 @@ def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
         images = torch.empty(max(len(offset) - 1, 0), 3, size, size, dtype=torch.uint8)
         for i, row in enumerate(images):
             jpeg = io.BytesIO(data[offset[i] : offset[i + 1]].tobytes())
-            row.copy_(_decoded(jpeg, f"image {i} of {file!r}", size))
+            row.copy_(decoded(jpeg, f"image {i} of {file!r}", size))
     labels = torch.from_numpy(held["label"].astype(np.int64))
     split = torch.from_numpy(held["split"].astype(np.uint8)) if "split" in held else None
     return ImageSet(images, labels, tuple(str(name) for name in held["classes"]), split)
 
 
-def _folders(place: Path) -> list[Path]:
+def folders_in(place: Path) -> list[Path]:
     return sorted(entry for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _is_image(file: Path) -> bool:
-    return file.is_file() and file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")
+def is_image(file: Path) -> bool:
+    return file.is_file() and has_image_suffix(file) and not file.name.startswith(".")
+
+
+def has_image_suffix(file: str | os.PathLike[str]) -> bool:
+    return os.path.splitext(os.fspath(file))[1].lower() in _SUFFIXES
 
 
 def _loose(place: Path) -> str:
-    count = sum(_is_image(file) for file in place.iterdir())
+    count = sum(is_image(file) for file in place.iterdir())
     return f", but {count} images" if count else ""
 
 
@@ -234,7 +255,7 @@ def _pillow() -> Any:
     return PIL
 
 
-def _decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
+def decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
     """One image as 3×size×size bytes."""
     pillow = _pillow()
     try:

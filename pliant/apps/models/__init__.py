@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,8 @@ from pliant.apps.models.folded import (
     proxyless_03,
     read_weights,
 )
+from pliant.apps.models.packages import PACKAGES, config_of, from_config, from_package, logits, tokenizer_of, versions
+from pliant.apps.models.small import SMALL, AudioSmall, TextSmall
 from pliant.core.types import nearest
 from pliant.runtime.sealed import seal_tensors
 
@@ -35,17 +36,23 @@ __all__ = [
     "BUILT_IN",
     "FOLDED_PIXEL_STATS",
     "PIXEL_STATS",
+    "SMALL",
+    "AudioSmall",
     "EfficientNetLite0",
     "FoldedNet",
+    "TextSmall",
     "efficientnet_lite0",
     "is_code",
     "load",
     "load_folded",
+    "logits",
     "mcunet_5fps",
     "mobilenet_v2_035",
     "name_of",
     "proxyless_03",
     "read_weights",
+    "tokenizer_of",
+    "versions",
     "weights_of",
 ]
 
@@ -58,15 +65,16 @@ BUILT_IN: dict[str, Callable[..., nn.Module]] = {
     "mobilenet_v2_035": mobilenet_v2_035,
     "proxyless_03": proxyless_03,
 }
+_OWN = {**BUILT_IN, **SMALL}
 
 
 def load(name: str, classes: int | None = None, pretrained: bool = False) -> nn.Module:
-    """A model by name: a built-in one, `timm:NAME`, the result of `package.module:factory`, or a weight file (.safetensors)
-    of a training run.
+    """A model by name: a built-in one, `timm:NAME`, `torchvision:NAME`, `hf:NAME-OR-FOLDER`, the result of
+    `package.module:factory`, or a weight file (.safetensors) of a training run.
 
-    A weight file may name a built-in model or one of timm, but no code: for the weights of a factory's model, give both as
-    `package.module:factory@FILE`. With `classes`, the last layer has that many outputs; a factory needs an argument of that
-    name, or `num_classes`, for it. `pretrained` loads the weights of built-in and timm models, not those of factories.
+    A weight file may name a built-in model or one of these packages, but no code: for the weights of a factory's model, give
+    both as `package.module:factory@FILE`. With `classes`, the last layer has that many outputs; a factory needs an argument of
+    that name, or `num_classes`, for it. `pretrained` loads weights of all but factories and the two small networks.
 
     >>> load("efficientnet_lite0", classes=10).classifier.out_features
     10
@@ -76,23 +84,22 @@ def load(name: str, classes: int | None = None, pretrained: bool = False) -> nn.
         return _from_file(both["file"], classes, both["model"])
     if name.endswith(".safetensors"):
         return _from_file(name, classes)
-    if name in BUILT_IN:
-        return BUILT_IN[name](**({} if classes is None else {"classes": classes}), pretrained=pretrained)
+    if name in _OWN:
+        return _OWN[name](**({} if classes is None else {"classes": classes}), pretrained=pretrained)
     where, colon, what = name.partition(":")
     if not colon:
-        near = nearest(name, BUILT_IN)
         raise ValueError(
-            f"no model {name!r}: give one of {', '.join(BUILT_IN)}, timm:NAME, package.module:factory, or a weight file "
-            f"(.safetensors).{near}"
+            f"no model {name!r}: give one of {', '.join(_OWN)}, timm:NAME, torchvision:NAME, hf:NAME-OR-FOLDER, "
+            f"package.module:factory, or a weight file (.safetensors).{nearest(name, _OWN)}"
         )
-    return _from_timm(what, classes, pretrained) if where == "timm" else _from_factory(where, what, classes)
+    return from_package(where, what, classes, pretrained) if where in PACKAGES else _from_factory(where, what, classes)
 
 
 def is_code(name: str) -> bool:
     """Whether loading a model of this name runs code that the name chooses: a factory, which no file may name."""
     both = _MODEL_AND_FILE.fullmatch(name)
     name = name if both is None else both["model"]
-    return ":" in name and not name.startswith("timm:") and not name.endswith(".safetensors")
+    return ":" in name and name.partition(":")[0] not in PACKAGES and not name.endswith(".safetensors")
 
 
 def name_of(model: str) -> str:
@@ -127,18 +134,6 @@ def _from_factory(where: str, what: str, classes: int | None) -> nn.Module:
     return model
 
 
-def _from_timm(what: str, classes: int | None, pretrained: bool) -> nn.Module:
-    try:
-        timm: Any = importlib.import_module("timm")
-    except ImportError as error:
-        raise ImportError(f"timm:{what} needs timm, which is not installed. Run: pip install timm", name="timm") from error
-    known = timm.list_models()
-    if what.partition(".")[0] not in known:
-        raise ValueError(f"timm has no model {what!r}.{nearest(what, known)}")
-    model: nn.Module = timm.create_model(what, pretrained=pretrained, **({} if classes is None else {"num_classes": classes}))
-    return model
-
-
 def _from_file(path: str, classes: int | None, name: str | None = None) -> nn.Module:
     """The model `name`, or the one that a weight file names, with the weights of the file. With another number of classes,
     tensors of another shape keep their new values."""
@@ -150,18 +145,20 @@ def _from_file(path: str, classes: int | None, name: str | None = None) -> nn.Mo
         )
     if name is None and "arch" in about:
         return folded(about["arch"], saved, path, classes)
-    given, name = name, name or about.get("model") or next((n for n, make in BUILT_IN.items() if _fits(make, saved)), None)
+    given, name = name, name or about.get("model") or next((n for n, make in _OWN.items() if _fits(make, saved)), None)
     if name is None:
         raise ValueError(
             f"{path!r} does not name its model, and it fits none of {', '.join(BUILT_IN)}. Load it into its model yourself."
         )
-    if given is None and name not in BUILT_IN and (not name.startswith("timm:") or "@" in name):
+    if given is None and name not in _OWN and (name.partition(":")[0] not in PACKAGES or "@" in name):
         raise ValueError(
             f"{path!r} is of the model {name!r}, which is not built in, and a file may not choose the code that runs. If you "
             f"trust that code, give both: {name}@{path}"
         )
     saved_classes = _classes(about, saved)
-    model = load(name, classes if classes is not None else saved_classes)
+    wanted = classes if classes is not None else saved_classes
+    has_config = name.startswith("hf:") and "config" in about  # then its folder or the hub need not be there
+    model = from_config(about["config"], wanted, path) if has_config else load(name, wanted)
     here = {key: tensor.shape for key, tensor in model.state_dict().items()}
     if set(here) != set(saved):
         odd = sorted(set(here) ^ set(saved))[0]
@@ -196,6 +193,8 @@ def weights_of(model: nn.Module, also: Mapping[str, str] | None = None) -> bytes
     about = dict(also or {})
     if isinstance(model, FoldedNet):
         about["arch"] = json.dumps(model.arch)
+    elif (config := config_of(model)) is not None:
+        about["config"] = config
     elif isinstance(model, EfficientNetLite0):
         about |= {"model": "efficientnet_lite0", "classes": str(model.classifier.out_features)}
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from pliant.apps.report import tables
 from pliant.apps.report.page import body, page, policy
-from pliant.apps.report.reading import LogError, Tail, load, log_of, named
+from pliant.apps.report.reading import LogError, NothingYet, Tail, load, log_of, named
 from pliant.apps.report.run import Run
 from pliant.core.text import Table, in_markdown, plain
 
-__all__ = ["LogError", "Run", "Tail", "body", "load", "log_of", "markdown", "named", "page", "policy", "text"]
+__all__ = ["LogError", "NothingYet", "Run", "Tail", "body", "load", "log_of", "markdown", "named", "page", "policy", "text"]
 
 
 def markdown(runs: Sequence[Run]) -> str:

@@ -25,7 +25,7 @@ class Series:
 
     name: str
     points: Points
-    kind: Literal["line", "dots", "stairs"]
+    kind: Literal["line", "dots", "stairs", "above"]  # above: beyond the upper edge, where a mark stands for each
     look: str
 
     @property
@@ -36,7 +36,7 @@ class Series:
     @property
     def key(self) -> str:
         """The path of its symbol in the legend."""
-        return "M5 4h0M12 4h0M19 4h0" if self.kind == "dots" else "M2 4h20"
+        return {"dots": "M5 4h0M12 4h0M19 4h0", "above": "M8 7h8l-4-6z"}.get(self.kind, "M2 4h20")
 
 
 @dataclass(frozen=True)
@@ -82,22 +82,34 @@ class Bars:
     rows: tuple[tuple[str, tuple[Piece, ...], str], ...]
 
 
-def chart(label: str, series: Sequence[Series], y_text: Callable[[float], str], y_floor: float | None = None) -> Chart | None:
-    """Lines and dots over steps; None without any point."""
+def chart(
+    label: str,
+    series: Sequence[Series],
+    y_text: Callable[[float], str],
+    y_floor: float | None = None,
+    x_name: str = "step",
+    x_text: Callable[[float], str] = lambda x: f"{x:.0f}",
+) -> Chart | None:
+    """Lines and dots over steps, or over something else; None without any point."""
     series = [each for each in series if each.points]
-    if not series:
+    ys = [y for each in series for _, y in each.points if each.kind != "above"]
+    if not ys:
         return None
     left, right = min(each.points[0][0] for each in series), max(each.points[-1][0] for each in series)
-    right = max(right, left + 1)
+    if x_name == "step":
+        right = max(right, left + 1)
+    else:  # an amount, counted from nothing
+        left, right = 0.0, right if right > 0 else 1.0
     series = [each if each.kind == "stairs" else replace(each, points=thinned(each.points)) for each in series]
-    ys = [y for each in series for _, y in each.points]
     marks = ticks(min(ys) if y_floor is None else y_floor, max(ys))
 
     def at(x: float, y: float) -> tuple[float, float]:
         return (x - left) / (right - left), (marks[-1] - y) / (marks[-1] - marks[0])
 
-    lines = tuple((each.style, _path(each, at)) for each in series)
-    return Chart(label, lines, _marks(marks, y_text), (f"{left:.0f}", "step", f"{right:.0f}"), tuple(series))
+    lines = tuple((each.style, _path(each, at)) for each in series if each.kind != "above")
+    above = (x for each in series if each.kind == "above" for x, _ in each.points)
+    dots = tuple(Dot("", "above", f"{at(x, 0.0)[0]:.2%}", "0%") for x in above)
+    return Chart(label, lines, _marks(marks, y_text), (x_text(left), x_name, x_text(right)), tuple(series), dots)
 
 
 def scatter(label: str, points: Sequence[tuple[str, float, float]], front: Sequence[int]) -> Chart | None:
@@ -105,7 +117,8 @@ def scatter(label: str, points: Sequence[tuple[str, float, float]], front: Seque
     if not points:
         return None
     widest = ticks(0.0, max(x for _, x, _ in points))[-1]
-    marks = ticks(min(y for _, _, y in points), max(y for _, _, y in points))
+    low, high = min(y for _, _, y in points), max(y for _, _, y in points)
+    marks = ticks(low, high) if high > low else ticks(max(low - 0.05, 0.0), min(low + 0.05, 1.0))
 
     def at(x: float, y: float) -> tuple[float, float]:
         return x / widest, (marks[-1] - y) / (marks[-1] - marks[0])

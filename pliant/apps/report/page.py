@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,16 +18,16 @@ from typing import Any
 import jinja2
 
 from pliant.apps.report import figures, tables
+from pliant.apps.report.comparing import SMOOTH, comparison
 from pliant.apps.report.figures import Bars, Chart, Points, Series
-from pliant.apps.report.run import LoggedRound, Run, blocks
+from pliant.apps.report.run import LoggedClasses, Run
+from pliant.apps.report.selection_map import selection_map, strip
+from pliant.apps.report.tiles import progress, tiles
 from pliant.core import text
 from pliant.core.text import Table
 from pliant.cost.roofline import svg_plot
 
-# The colours of the selection map: the least share of the round's largest value, and its text in the legend.
-CLASSES = ((0.1, "over 10 %"), (0.01, "over 1 %"), (0.001, "over 0.1 %"), (0.0001, "over 0.01 %"), (0.0, "less"))
-_SMOOTH = 15  # steps
-_MANY = 100  # units: a longer map scrolls inside its frame
+_MOST_CLASSES = 50  # of a confusion matrix that is worth looking at
 
 
 def page(runs: Sequence[Run], live: bool = False) -> str:
@@ -77,31 +78,24 @@ class Figure:
     numbers: Table
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One of the numbers at the top of a report, with what it means."""
-
-    name: str
-    amount: str
-    notes: tuple[str, ...]
-
-
 def _views(runs: Sequence[Run]) -> dict[str, Any]:
-    return {"runs": [_view(run) for run in runs], "comparison": _comparison(runs) if len(runs) > 1 else None}
+    return {"runs": [_view(run) for run in runs], "comparison": comparison(runs) if len(runs) > 1 else None}
 
 
 def _view(run: Run) -> dict[str, Any]:
     """What the template of one run shows."""
-    tiles = (_step_tile(run), _memory_tile(run), _accuracy_tile(run), _trained_tile(run))
     return {
         "name": run.name,
         "torn": run.torn,
-        "tiles": [tile for tile in tiles if tile is not None],
+        "progress": progress(run),
+        "tiles": tiles(run),
         "facts": tables.facts(run).rows,
+        "options": tables.options(run).rows,
         "promises": _figures(_promise(run, resource) for resource in tables.limited(run)),
-        "learning": _figures((_loss(run), _accuracy(run))),
-        "map": _map(run),
-        "strip": _strip(run),
+        "learning": _figures((_loss(run), _accuracy(run), _rate(run))),
+        "by_class": [_by_class(found) for found in run.by_class],
+        "map": selection_map(run),
+        "strip": strip(run),
         "split": _figures(_split(run, resource) for resource in ("seconds", "bytes")),
         "roofline": _roofline(run),
         "notes": run.notes,
@@ -115,47 +109,6 @@ Candidate = tuple[str, Chart | Bars | None, Table]  # title, drawing and numbers
 def _figures(candidates: Iterable[Candidate]) -> list[Figure]:
     """The figures that have something to draw."""
     return [Figure(title, drawing, numbers) for title, drawing, numbers in candidates if drawing is not None]
-
-
-# ---------------------------------------------------------------- tiles
-
-
-def _step_tile(run: Run) -> Tile | None:
-    step, full = run.step_seconds, run.full.seconds
-    if step is None:
-        return None
-    if not full:
-        return Tile("Median step", text.seconds(step), ("measured",))
-    asked = run.chosen[-1].selection.asked.get("seconds") if run.chosen else None
-    promise = f"asked {text.share(asked / full)}; " if asked is not None else ""
-    return Tile("Median step", text.share(step / full), ("of a full step", f"{promise}{text.seconds(step)}"))
-
-
-def _memory_tile(run: Run) -> Tile | None:
-    if not run.chosen or not run.full.bytes:
-        return None
-    peak, asked = run.bytes, run.chosen[-1].selection.asked.get("bytes")
-    promise = f"asked {text.size(asked)}" if asked is not None else ""
-    if peak is None:
-        predicted = max(each.selection.cost.bytes for each in run.chosen)
-        return Tile("Training memory", text.size(predicted), ("predicted, not measured", promise))
-    return Tile("Training memory", text.size(peak), ("measured", promise))
-
-
-def _accuracy_tile(run: Run) -> Tile | None:
-    score = run.accuracy
-    if score is None:
-        return None
-    first = next(each for each in run.evaluations if each.split == score.split)
-    since = f"{text.percent(first.accuracy)} at step {first.step}" if first is not score else ""
-    return Tile("Accuracy", text.percent(score.accuracy), (f"{score.split}, step {score.step}", since))
-
-
-def _trained_tile(run: Run) -> Tile | None:
-    if not run.chosen:
-        return None
-    last = run.chosen[-1].selection
-    return Tile("Trained", f"{len(last.units)} of {len(run.units)}", (f"units in round {last.round}",))
 
 
 # ---------------------------------------------------------------- charts over steps
@@ -177,24 +130,38 @@ def _promise(run: Run, resource: str) -> Candidate:
         Series("measured (median)" if resource == "seconds" else "measured", measured, "stairs", "measured"),
     ]
     if resource == "seconds":  # one very slow step would squeeze all others: it is drawn at the upper edge
-        top = 1.25 * max((y for each in series for _, y in each.points), default=0.0)
-        steps = [(s.number, min(s.seconds / (full or 1.0), top)) for s in run.steps if s.seconds is not None]
-        series.insert(0, Series("each step", steps, "dots", "each"))
+        top = 1.25 * max((y for each in series for _, y in each.points), default=math.inf)
+        steps = [(s.number, s.seconds / (full or 1.0)) for s in run.steps if s.seconds is not None]
+        series.insert(0, Series("each step", [(x, y) for x, y in steps if y <= top], "dots", "each"))
+        above = [(x, y) for x, y in steps if y > top]
+        slowest = (text.number if full else text.seconds)(max((y for _, y in above), default=0.0))
+        series.append(Series(f"slower, up to {slowest} ({_steps(len(above))})", above, "above", "each"))
     name, write = tables.RESOURCES[resource]
     title = f"{name.capitalize()} as a share of a full step ({write(full)})" if full else f"{name.capitalize()} per step"
     label = f"{title}, over the steps of the run: {', '.join(s.name for s in series if s.points)}"
     return title, figures.chart(label, series, text.number if full else write, 0.0), tables.promises(run, resource)
 
 
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
 def _loss(run: Run) -> Candidate:
     losses = [(step.number, step.loss) for step in run.steps if step.loss is not None]
-    smooth: Points = figures.smoothed(losses, _SMOOTH)
+    smooth: Points = figures.smoothed(losses, SMOOTH)
     series = [
         Series("each step", losses, "dots" if smooth else "line", "each" if smooth else "measured"),
-        Series(f"mean of {_SMOOTH}", smooth, "line", "measured"),
+        Series(f"mean of {SMOOTH}", smooth, "line", "measured"),
     ]
     label = f"training loss, from {text.number(losses[0][1])} to {text.number(losses[-1][1])}" if losses else ""
     return "Training loss", figures.chart(label, series, text.number), tables.learning(run)
+
+
+def _rate(run: Run) -> Candidate:
+    rates = [(step.number, step.lr) for step in run.steps if step.lr is not None]
+    label = f"learning rate, from {text.number(rates[0][1])} to {text.number(rates[-1][1])}" if rates else ""
+    series = [Series("learning rate", rates, "line", "measured")]
+    return "Learning rate", figures.chart(label, series, text.number, 0.0), tables.rates(run)
 
 
 def _accuracy(run: Run) -> Candidate:
@@ -205,82 +172,6 @@ def _accuracy(run: Run) -> Candidate:
         series.append(Series(split, points, "line", look))
     label = "; ".join(f"{s.name} accuracy, {text.percent(s.points[-1][1])} at the end" for s in series if s.points)
     return "Accuracy", figures.chart(label, series, lambda share: f"{100 * share:g} %"), tables.evaluations(run)
-
-
-# ---------------------------------------------------------------- what was chosen
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One unit in one round: colour, value, whether it was trained, and in which share of the steps."""
-
-    shade: str
-    value: str | None  # in full precision
-    shown: str
-    state: str
-    trained: str
-
-
-def _map(run: Run) -> dict[str, Any] | None:
-    """Units × rounds: the colour is the value, the size the share of the round's steps in which the unit was trained."""
-    rounds = run.rounds
-    if not rounds or not run.units:
-        return None
-    rows = [
-        {"name": name, "first": name == names[0], "cost": _alone(run, name), "cells": [_cell(one, name) for one in rounds]}
-        for _, names in blocks(run.units)
-        for name in names
-    ]
-    return {
-        "rounds": [one.number for one in rounds],
-        "rows": rows,
-        "width": max(22, min(64, 640 // len(rounds))),
-        "long": len(run.units) > _MANY,
-        "shades": [(f"v{5 - i}", label) for i, (_, label) in enumerate(CLASSES)],
-        "numbers": tables.units(run),
-    }
-
-
-def _cell(one: LoggedRound, unit: str) -> Cell:
-    value, trained = one.value(unit), one.trained(unit)
-    state = "chosen" if trained == 1 else "not chosen" if not trained else f"chosen in {trained:.0%} of the round’s steps"
-    return Cell(shade(one, unit), None if value is None else repr(value), text.number(value), state, f"{trained:.2g}")
-
-
-def shade(one: LoggedRound, unit: str) -> str:
-    """The CSS class of a value: v5 is the highest, v0 is zero or less, vx is unknown."""
-    value = one.value(unit)
-    if value is None:
-        return "vx"
-    if value <= 0:
-        return "v0"
-    return f"v{5 - next(i for i, (least, _) in enumerate(CLASSES) if value >= least * one.largest)}"
-
-
-def _alone(run: Run, unit: str) -> str | None:
-    """The cost of a step with this unit alone, if the log has it."""
-    cost, full = run.start.costs.get(unit), run.full
-    if cost is None:
-        return None
-    amounts = [text.seconds(cost.seconds), f"{text.share(cost.seconds / full.seconds)} of a full step"] if full.seconds else []
-    amounts += [text.size(cost.bytes)] if full.bytes else []
-    return ", ".join([*amounts, text.macs(cost.macs)] if full.macs else amounts)
-
-
-def _strip(run: Run) -> list[dict[str, Any]]:
-    """The blocks of the model, from input to output, with the share of steps in which each unit was trained."""
-    out = []
-    for block, names in blocks(run.units) if run.chosen else ():
-        shares = [run.trained(name) for name in names]
-        count = f"{len(names)} unit{'s' * (len(names) > 1)}"
-        out.append(
-            {
-                "name": block,
-                "label": f"{block}: trained in {sum(shares) / len(shares):.0%} of steps, {count}",
-                "units": [(f"{s:.1%}", f"{name}: {s:.0%}") for name, s in zip(names, shares, strict=True)],
-            }
-        )
-    return out
 
 
 # ---------------------------------------------------------------- what it cost
@@ -305,19 +196,13 @@ def _roofline(run: Run) -> dict[str, Any] | None:
     return {"svg": svg_plot(run.roof.rows, run.roof.peaks, "Backward pass"), "numbers": tables.roofline(run.roof)}
 
 
-def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    """Accuracy against time, and all runs in one table."""
-    points: list[tuple[str, float, float]] = []
-    places: dict[int, int] = {}
-    for i, run in enumerate(runs):
-        if run.accuracy is not None and run.accuracy.accuracy is not None:
-            places[i] = len(points)
-            points.append((run.name, run.seconds, run.accuracy.accuracy))
-    label = "; ".join(f"{name}: {text.percent(share)} in {text.seconds(took)}" for name, took, share in points)
-    title, front = "Accuracy against training time", [places[i] for i in tables.front(runs)]
-    return {
-        "title": title,
-        "chart": figures.scatter(f"{title}. {label}", points, front),
-        "missing": ", ".join(run.name for i, run in enumerate(runs) if i not in places),
-        "table": tables.comparison(runs),
-    }
+def _by_class(found: LoggedClasses) -> dict[str, Any]:
+    """Results by class, and the confusion matrix where there are few."""
+    few = range(len(found.names) if len(found.names) <= _MOST_CLASSES else 0)
+    matrix = []
+    for i in few:
+        row, whole = [found.confusion.get((i, j), 0) for j in few], found.samples(i)
+        matrix.append((found.names[i], [(str(n), f"{n / whole:.2f}" if whole else "0", i == j) for j, n in enumerate(row)]))
+    right, samples = sum(n for (true, guess), n in found.confusion.items() if true == guess), sum(found.confusion.values())
+    said = f"{found.where}: {text.percent(right / samples if samples else None)}, {right} of {samples} samples"
+    return {"said": said, "table": tables.by_class(found), "names": found.names, "matrix": matrix}

@@ -10,23 +10,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pliant.apps.report.run import Chosen, LoggedEvaluation, LoggedRoofline, Run, Start, Step
+from pliant.apps.report.run import Chosen, LoggedClasses, LoggedEvaluation, LoggedRoofline, Run, Start, Step
 from pliant.core.errors import PliantError
 from pliant.core.types import Cost, Selection, Unit
 from pliant.cost.roofline import Peaks, RooflineRow
 
 LOG = "run.jsonl"  # its name inside a run's folder
+_OPTIONS = "run.json"  # what `pliant train` writes there first
 
 
 class LogError(PliantError, ValueError):
     """A log that does not exist, or that is not the log of a run."""
 
 
+class NothingYet(LogError):
+    """A log that will be one: its run has only just begun."""
+
+
 def log_of(run: str | os.PathLike[str]) -> Path:
-    """The path of a run's log, from the folder of the run or from the log itself."""
+    """The path of a run's log, from the folder of the run or from the log itself. A run that has just begun has none yet."""
     given = Path(run)
     log = given / LOG if given.is_dir() else given
-    if not log.is_file():
+    if not log.is_file() and not (log != given and (given / _OPTIONS).is_file()):
         what = f"there is no {LOG} in the folder {os.fspath(given)!r}" if log != given else f"there is no {os.fspath(given)!r}"
         raise LogError(f"{what}. Give a run's folder or its log: what Session(log=…) writes.")
     return log
@@ -51,6 +56,7 @@ class Tail:
         self._file: tuple[int, int] | None = None  # device and inode of the file
         self._read = 0  # bytes, up to the end of a whole line
         self._last = b""  # the line that ends there
+        self._written: float | None = None  # when the log was last written to
         self._collected = Lines(os.fspath(self.log))
 
     def read(self) -> Run:
@@ -59,6 +65,8 @@ class Tail:
         try:
             torn = self._see_more()
         except OSError as error:
+            if not self._read and isinstance(error, FileNotFoundError):
+                raise NothingYet(f"there is no {where!r} yet: the run has logged nothing. Try again later.") from error
             self._forget()
             raise LogError(f"{where!r} cannot be read: {error.strerror}.") from error
         except (ValueError, RecursionError) as error:  # not JSON
@@ -71,9 +79,13 @@ class Tail:
             )
         if not self._collected.count:
             state = "holds no whole line" if torn else "is empty"
-            raise LogError(f"{where!r} {state}: the run has logged nothing yet. Try again after its first step.")
-        name = self.log.resolve().parent.name if self.log.name == LOG else self.log.stem
-        return replace(self._collected.run(name), torn=torn)
+            raise NothingYet(f"{where!r} {state}: the run has logged nothing yet. Try again after its first step.")
+        return replace(self._collected.run(self.name), torn=torn, written=self._written)
+
+    @property
+    def name(self) -> str:
+        """The name of the run: that of its folder, or of its log if that has a name of its own."""
+        return self.log.resolve().parent.name if self.log.name == LOG else self.log.stem
 
     def _see_more(self) -> bool:
         """Read the complete new lines; returns whether an incomplete line follows them."""
@@ -82,7 +94,7 @@ class Tail:
             which = status.st_dev, status.st_ino
             if self._read and (self._file != which or not self._has_grown(file)):
                 self._forget()
-            self._file = which
+            self._file, self._written = which, status.st_mtime
             file.seek(self._read)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -138,7 +150,8 @@ class Lines:
         self._where = where
         self._starts = 0
         self._reading = _Reading()
-        self._has_choice = self._has_event = False  # a line about what was chosen; any event
+        self._has_choice = self._has_event = False  # a line about what was chosen or will be; any event
+        self._announced = False  # a line "run" came, whose "start" is yet to come
         self._wrong: LogError | None = None
 
     def skip(self) -> None:
@@ -149,11 +162,12 @@ class Lines:
         self.count += 1
         event = line.get("event") if isinstance(line, dict) else None
         self._has_event |= isinstance(line, dict) and "event" in line
-        self._has_choice |= event in ("start", "round", "resume")
-        if event == "start":
+        self._has_choice |= event in ("run", "start", "round", "resume")
+        if event == "run" or (event == "start" and not self._announced):
             self._starts += 1
             if self._starts > 1:
                 self._reading, self._wrong = _Reading(), None
+        self._announced = event == "run" or (self._announced and event != "start")
         if self._wrong is not None:
             return
         try:
@@ -167,7 +181,7 @@ class Lines:
 
     def run(self, name: str) -> Run:
         if not self._has_choice and self._has_event:
-            raise LogError(
+            raise NothingYet(
                 f"{self._where!r} does not say yet what was chosen: the run logged too little. Try again after its first step."
             )
         if not self._has_choice:
@@ -196,31 +210,52 @@ class _Reading:
         self.roof: LoggedRoofline | None = None
         self.no_roof = ""
         self.resident: int | None = None
+        self.growth: int | None = None
+        self.options: dict[str, str] = {}
+        self.total_steps: int | None = None
+        self.by_class: dict[str, LoggedClasses] = {}
+        self.result: dict[str, float] = {}
+        self.began: tuple[float | None, int] = None, 0
         self.ended = False
 
     def see(self, line: Any) -> None:
         """Add one line; unknown events are ignored."""
         event = line["event"]
-        self.ended = self.ended and event not in ("step", "round", "resume")
+        if event in ("step", "round", "resume"):  # it goes on
+            self.ended, self.result = False, {}
         if line.get("resident") is not None:
             self.resident = max(self.resident or 0, int(_number(line["resident"])))
-        if event == "start":
+        if line.get("growth") is not None:
+            self.growth = max(self.growth or 0, int(_number(line["growth"])))
+        if event == "run":
+            self.options = {str(name): str(value) for name, value in line["options"].items() if value not in (None, False)}
+            self.total_steps = int(_number(line["total_steps"]))
+        elif event == "start":
             self.start = _start(line)
+            self.began = _maybe(line.get("at")), 0
+            if line.get("total_steps") is not None:
+                self.total_steps = int(_number(line["total_steps"]))
         elif event == "round":
             self.chosen.append(_chosen(line))
         elif event == "step":
-            self.steps.append(Step(int(line["step"]), _maybe(line["loss"]), _maybe(line["seconds"])))
+            self.steps.append(Step(int(line["step"]), _maybe(line["loss"]), _maybe(line["seconds"]), _maybe(line.get("lr"))))
         elif event == "memory":
             self.peaks.append((int(line["step"]), int(_number(line["measured"]))))
         elif event == "evaluated":
-            scores = _maybe(line.get("accuracy")), _maybe(line.get("loss"))
+            scores = _maybe(line.get("accuracy")), _maybe(line.get("loss")), _maybe(line.get("seconds"))
             self.evaluations.append(LoggedEvaluation(int(line["step"]), str(line.get("split", "validation")), *scores))
         elif event == "note":
             self.notes.append((int(line["step"]), str(line["text"])))
         elif event == "roofline":
             self.no_roof = str(line.get("why", ""))
             self.roof = None if self.no_roof else _roof(line)
+        elif event == "classes":
+            found = _by_class(line)
+            self.by_class[found.where] = found
+        elif event == "summary":
+            self.result = {name: float(value) for name, value in line.items() if isinstance(value, (bool, int, float))}
         elif event == "resume":
+            self.began = _maybe(line.get("at")), int(line["step"])
             self._go_back(int(line["step"]))
         elif event == "end":
             self.ended = True
@@ -256,6 +291,12 @@ class _Reading:
             no_roof=self.no_roof,
             resumed=tuple(self.resumed),
             resident=self.resident,
+            growth=self.growth,
+            options=self.options,
+            total_steps=self.total_steps,
+            by_class=tuple(self.by_class.values()),
+            result=self.result,
+            began=self.began,
             ended=self.ended,
         )
 
@@ -292,6 +333,18 @@ def _chosen(line: Mapping[str, Any]) -> Chosen:
     )
     split = {str(part): _cost(cost) for part, cost in line.get("split", {}).items()}
     return Chosen(selection, split, _maybe(line.get("choosing_seconds")) or 0.0)
+
+
+def _by_class(line: Mapping[str, Any]) -> LoggedClasses:
+    names, confusion = tuple(map(str, line["classes"])), dict[tuple[int, int], int]()
+    for true, guess, count in line["confusion"]:
+        pair = int(_number(true)), int(_number(guess))
+        if not all(0 <= label < len(names) for label in pair):
+            raise ValueError(f"there is no class {max(pair)}")
+        confusion[pair] = int(_number(count))
+    split = str(line.get("split") or line.get("data") or "validation")
+    where = f"{split} split" if split in ("train", "validation", "test") else split
+    return LoggedClasses(f"{where}, {line.get('weights', 'last')} weights (step {int(line['step'])})", names, confusion)
 
 
 def _roof(line: Mapping[str, Any]) -> LoggedRoofline:

@@ -31,6 +31,7 @@ class Step:
     number: int
     loss: float | None
     seconds: float | None
+    lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,25 @@ class LoggedEvaluation:
     split: str
     accuracy: float | None
     loss: float | None
+    seconds: float | None = None  # of training until then
+
+
+@dataclass(frozen=True)
+class LoggedClasses:
+    """Results by class: how many samples of each class were taken for which class, by their numbers. `where` says which
+    samples and which weights."""
+
+    where: str
+    names: tuple[str, ...]
+    confusion: Mapping[tuple[int, int], int]
+
+    def samples(self, label: int) -> int:
+        """How many samples the class has."""
+        return sum(count for (true, _), count in self.confusion.items() if true == label)
+
+    def named(self, label: int) -> int:
+        """How many samples were taken for the class."""
+        return sum(count for (_, guess), count in self.confusion.items() if guess == label)
 
 
 @dataclass(frozen=True)
@@ -109,6 +129,13 @@ class Run:
     no_roof: str = ""  # why there is none
     resumed: tuple[int, ...] = ()  # the steps at which it was resumed
     resident: int | None = None  # the largest resident memory of the process
+    growth: int | None = None  # how far its peak has risen since the session was opened
+    options: Mapping[str, str] = field(default_factory=dict)  # of `pliant train`
+    total_steps: int | None = None
+    by_class: tuple[LoggedClasses, ...] = ()
+    result: Mapping[str, float] = field(default_factory=dict)  # what `pliant train` said in the end: numbers by name
+    began: tuple[float | None, int] = (None, 0)  # when the first step here began, and how many there were before
+    written: float | None = field(default=None, compare=False)  # when the log was last written to
     ended: bool = False
     torn: bool = False  # the last line was cut short
     earlier: int = 0  # number of runs before it in the same file
@@ -132,33 +159,72 @@ class Run:
 
     @property
     def full(self) -> Cost:
+        """A plain full step."""
         return self.chosen[-1].selection.full if self.chosen else self.start.full
 
-    @property
+    @cached_property
     def step_seconds(self) -> float | None:
-        """The median step of the run."""
-        return _median(step.seconds for step in self.steps)
+        """The mean step of the run: what a budget is compared with."""
+        if "seconds_per_step" in self.result:
+            return self.result["seconds_per_step"]
+        known = [step.seconds for step in self.steps if step.seconds is not None]
+        return sum(known) / len(known) if known else None
 
-    @property
+    @cached_property
     def seconds(self) -> float:
-        """Training time: profiling, choosing and steps, without evaluating and loading data."""
+        """Training time: measuring, choosing and steps, without evaluating and saving. `pliant train` times it as a whole; in
+        other logs it is the sum of what was timed."""
+        if "seconds" in self.result:
+            return self.result["seconds"]
+        timed = [(each.seconds, each.step) for each in self.evaluations if each.seconds is not None]
+        if timed:
+            taken, until = timed[-1]
+            parts = (each.choosing_seconds for each in self.chosen if each.selection.step >= until > 0)
+            first = (self.start.profiling_seconds or 0.0) if until == 0 else 0.0
+            return taken + first + sum(parts) + sum(s.seconds or 0.0 for s in self.steps if s.number > until)
         choosing = sum(each.choosing_seconds for each in self.chosen)
         return (self.start.profiling_seconds or 0.0) + choosing + sum(step.seconds or 0.0 for step in self.steps)
 
     @property
+    def seconds_left(self) -> float | None:
+        """What the steps that are left will take at the pace of those since the run began or was resumed."""
+        (began, before), done = self.began, self.steps[-1].number if self.steps else 0
+        if self.ended or self.total_steps is None or began is None or self.written is None or done <= before:
+            return None
+        return max(self.written - began, 0.0) / (done - before) * max(self.total_steps - done, 0)
+
+    @property
+    def joules(self) -> float | None:
+        """Of the whole run, where there was a meter."""
+        return self.result.get("joules")
+
+    @property
     def bytes(self) -> int | None:
-        """The highest measured peak beyond inference."""
+        """The highest measured peak beyond inference; `pliant train --measure-memory` measures one in the end."""
+        if self.result.get("bytes_measured"):
+            return int(self.result["bytes"])
         return max((each.bytes for each in self.chosen if each.bytes is not None), default=None)
 
     @property
     def accuracy(self) -> LoggedEvaluation | None:
         """The last evaluation on test, else on validation, else on any split."""
+        known = self.scored
+        return known[-1] if known else None
+
+    @property
+    def best(self) -> LoggedEvaluation | None:
+        """The best evaluation of the same split; the first one among equals."""
+        return max(self.scored, key=lambda each: (each.accuracy or 0.0, -each.step), default=None)
+
+    @cached_property
+    def scored(self) -> list[LoggedEvaluation]:
+        """The evaluations of the split that counts: test if there is one, else validation."""
         known = [each for each in self.evaluations if each.accuracy is not None]
         for split in ("test", "validation"):
             of = [each for each in known if each.split == split]
             if of:
-                return of[-1]
-        return known[-1] if known else None
+                return of
+        return [each for each in known if each.split == known[-1].split]
 
     def trained(self, unit: str) -> float:
         """The share of the run's steps in which the unit was trained."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pliant.apps import pareto
-from pliant.apps.report.run import Chosen, LoggedRoofline, Run
+from pliant.apps.report import tiles
+from pliant.apps.report.run import Chosen, LoggedClasses, LoggedRoofline, Run
 from pliant.core import text
 from pliant.core.text import NOTHING, Table
 from pliant.core.types import Cost
@@ -32,7 +33,47 @@ def facts(run: Run) -> Table:
     rows = [(names.get(key, key), value) for key, value in run.start.facts.items() if value]
     rows += [("units", str(len(run.units))), ("rounds", str(len(run.rounds))), ("steps", str(len(run.steps)))]
     rows += [("process memory", text.size(run.resident))] if run.resident is not None else []
+    rows += [("growth of its peak", text.size(run.growth))] if run.growth is not None else []
+    rows += [("energy", text.joules(run.joules))] if run.joules is not None else []
     return Table("About this run", ("", ""), [*rows, ("state", state(run))], words=2)
+
+
+def options(run: Run) -> Table:
+    """The options of `pliant train`, as the run began with them."""
+    return Table(
+        "Options", ("option", "value"), [(name.replace("_", "-"), value) for name, value in run.options.items()], words=2
+    )
+
+
+def headline(run: Run) -> Table:
+    """The numbers that the terminal and the page begin with."""
+    rows = [(tile.name, tile.amount, "; ".join(filter(None, tile.notes))) for tile in tiles.tiles(run)]
+    return Table("In short", ("", "", ""), rows, words=3)
+
+
+def rates(run: Run) -> Table:
+    """The learning rate at both ends of every round."""
+    rows = []
+    for round in run.rounds:
+        known = [step.lr for each in round.chosen for step in each.steps if step.lr is not None]
+        if known:
+            rows.append((str(round.number), str(round.steps), text.number(known[0]), text.number(known[-1])))
+    return Table("Learning rate in each round", ("round", "steps", "first", "last"), rows)
+
+
+def by_class(found: LoggedClasses) -> Table:
+    """Every class: how many samples, the share that was found, the share that was right when it was named, and what others
+    are mostly taken for."""
+    rows = []
+    for i, name in enumerate(found.names):
+        hits, count, named = found.confusion.get((i, i), 0), found.samples(i), found.named(i)
+        others = [(n, -guess) for (true, guess), n in found.confusion.items() if true == i != guess]
+        most = max(others, default=None)
+        taken = f"{found.names[-most[1]]} ({most[0]})" if most is not None else NOTHING
+        shares = (text.percent(hits / whole if whole else None) for whole in (count, named))
+        rows.append((name, taken, str(count), *shares))
+    columns = ("class", "mostly taken for", "samples", "found", "right when named")
+    return Table(f"Results by class: {found.where}", columns, rows, words=2)
 
 
 def label(run: Run, i: int) -> str:
@@ -136,29 +177,31 @@ def roofline(roof: LoggedRoofline) -> Table:
 
 def comparison(runs: Sequence[Run]) -> Table:
     """One line per run; a star marks those that no other run beats in accuracy and time."""
-    best = front(runs)
+    best, metered = front(runs), any(run.joules is not None for run in runs)
     rows = []
     for i, run in enumerate(runs):
-        score, median, full = run.accuracy, run.step_seconds, run.full.seconds
+        score, mean, full = run.best, run.step_seconds, run.full.seconds
         rows.append(
             (
                 f"{run.name} ★" if i in best else run.name,
                 run.start.facts.get("policy", NOTHING),
                 f"{text.percent(score.accuracy)} {score.split}" if score else NOTHING,
                 text.seconds(run.seconds),
-                text.seconds(median),
-                text.share(median / full if median is not None and full else None),
+                text.seconds(mean),
+                text.share(mean / full if mean is not None and full else None),
                 text.size(run.bytes),
+                *([text.joules(run.joules)] if metered else []),
                 str(len(run.steps)),
             )
         )
-    columns = ("run", "recipe", "accuracy", "training time", "median step", "of full step", "peak memory", "steps")
+    energy = ("energy",) if metered else ()
+    columns = ("run", "recipe", "best accuracy", "training time", "mean step", "of full step", "peak memory", *energy, "steps")
     return Table("Runs side by side; ★: no other is both more accurate and faster", columns, rows, words=2)
 
 
 def front(runs: Sequence[Run]) -> list[int]:
     """Positions of the runs on the Pareto front of training time and accuracy, fastest first."""
-    best = pareto.front([(run.seconds, run.accuracy.accuracy if run.accuracy is not None else None) for run in runs])
+    best = pareto.front([(run.seconds, run.best.accuracy if run.best is not None else None) for run in runs])
     return sorted(best, key=lambda i: (runs[i].seconds, i))
 
 
@@ -182,7 +225,8 @@ def gaps(run: Run) -> list[str]:
         out.append("Loss: some steps have none. The session does not see it in your own loop, or it was not finite.")
     if run.chosen and run.bytes is None:
         out.append("Memory is predicted, not measured: it is measured only with a memory budget.")
-    if not any(cost.joules is not None for cost in (run.full, *(each.selection.cost for each in run.chosen))):
+    costs = run.full, *(each.selection.cost for each in run.chosen)
+    if run.joules is None and not any(cost.joules is not None for cost in costs):
         out.append("Energy: no meter was read.")
     if run.chosen and not run.full.seconds:
         out.append("Seconds are measured but not predicted: this recipe counts costs instead of timing them.")
@@ -203,7 +247,7 @@ def gaps(run: Run) -> list[str]:
         out.append(f"Operations whose multiply-accumulates were not counted: {', '.join(run.start.uncounted)}.")
     if run.roof is None:
         out.append(f"Roofline: {run.no_roof or 'not in the log'}.")
-    out.append("Training time includes profiling, choosing and steps, but not loading data and evaluating.")
+    out.append("Training time includes measuring, choosing and steps, but not evaluating and saving.")
     return out
 
 
@@ -222,10 +266,12 @@ Part = Table | list[str] | str  # a table, a list of sentences, or preformatted 
 
 def parts(run: Run) -> list[tuple[str, list[Part]]]:
     """The whole report of one run, by heading."""
-    out: list[tuple[str, list[Part]]] = [("About", [facts(run)])]
+    about: list[Part] = [headline(run), facts(run), *([options(run)] if run.options else [])]
+    out: list[tuple[str, list[Part]]] = [("About", about)]
     if run.chosen:
         out.append(("Asked, predicted, measured", [promises(run, resource) for resource in limited(run)]))
-        out.append(("Learning", [learning(run), *([evaluations(run)] if run.evaluations else [])]))
+        more = [table for table in (evaluations(run), rates(run), *map(by_class, run.by_class)) if table.rows]
+        out.append(("Learning", [learning(run), *more]))
         out.append(("Selection map", [strip(run)]))
         out.append(("Units", [units(run)]))
     costs = [split(run, resource) for resource in ("seconds", "bytes") if splits(run, resource)]

@@ -10,16 +10,19 @@ import torch
 
 from pliant.apps import run_folder, tasks
 from pliant.apps.tasks import Task, TaskError
-from pliant.apps.train.interrupts import Stopped, Stopwatch, explain_disk_errors, tensorboard
+from pliant.apps.train.interrupts import Stopped, Stopwatch, explain_disk_errors
+from pliant.apps.train.loggers import other_logs
 from pliant.apps.train.options import Evaluation, OnStatus, Options, Result, Status
 from pliant.apps.train.run import TrainingRun
 from pliant.planning.policy import Policy
+from pliant.runtime import working
 
 __all__ = ["Evaluation", "OnStatus", "Options", "Result", "Status", "Stopped", "load_task", "train"]
 
 
 def load_task(options: Options) -> Task:
     """The model and the data that the options name."""
+    options = options.resolved()
     return tasks.load(
         options.model,
         options.data,
@@ -28,6 +31,9 @@ def load_task(options: Options) -> Task:
         device=options.device,
         scratch=options.scratch,
         validation=options.validation,
+        reading=options.reading,
+        augment=options.augment,
+        class_weights=options.class_weights,
     )
 
 
@@ -43,10 +49,15 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
     corrections and selection, but later decisions depend on how long its steps take. A run that was killed before its first
     step starts again.
     """
+    options = options.resolved()
     policy = tasks.policy(options.recipe, options.time, options.memory, options.macs, options.seed)
     if options.resume:
         _check_same(options)
-    task = load_task(options)
+    with working.noting() as notes:
+        task = load_task(options)
+        if task.skipped:
+            first = f"{len(task.skipped)} samples cannot be read and were skipped, the first because {task.skipped[0].why}"
+            working.note(f"{first.rstrip('.')}. All are listed in skipped.csv")
     if "graphs" in options.engine.split("+") and task.device.type != "cuda":
         raise TaskError(
             f"engine={options.engine!r}: steps can only be captured on CUDA, but this run is on {task.device.type!r}. Leave "
@@ -54,21 +65,22 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
         )
     tasks.check_names(options.recipe, task.model)
     out = options.out or os.fspath(run_folder.unused(f"{Path(options.data).stem}-{policy.name}"))
-    with run_folder.claimed(out, options.to_json(), options.resume) as folder, tensorboard(options.log_to, folder) as also:
-        listeners = [listener for listener in (on_status, also) if listener is not None]
+    with run_folder.claimed(out, options.to_json(), options.resume) as folder, other_logs(options, folder) as logs:
+        listeners = [*([on_status] if on_status is not None else []), *logs]
         session = tasks.session(
             task,
             policy,
             batch=options.batch,
-            lr=options.lr,
+            lr=options.lr or 0.0,
+            optimizer=options.optimizer,
             epochs=options.epochs,
-            scratch=options.scratch,
+            scratch=options.from_scratch,
             engine=options.engine,
             exact=options.exact or not _depends_on_the_clock(policy, task.device),
             log=folder.log,
         )
         with explain_disk_errors(folder), session:
-            return TrainingRun(options, task, folder, session, Stopwatch(task.device), listeners).train()
+            return TrainingRun(options, task, folder, session, Stopwatch(task.device), listeners, notes).train()
 
 
 def _depends_on_the_clock(policy: Policy, device: torch.device) -> bool:
@@ -84,7 +96,7 @@ def _check_same(options: Options) -> None:
     """Refuse to resume a run with options that would make it another run."""
     if options.out is None:
         raise TaskError("resume needs to know which run: give its folder with out (--out).")
-    began = Options.of(run_folder.options_of(options.out), f"the run in {options.out!r}")
+    began = Options.of(run_folder.options_of(options.out), f"the run in {options.out!r}").resolved()
     for field in fields(options):
         now, then = getattr(options, field.name), getattr(began, field.name)
         if now != then and not field.metadata["may_change"]:

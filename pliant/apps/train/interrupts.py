@@ -1,4 +1,4 @@
-"""What surrounds a run: its time and energy, Ctrl-C, errors of the disk, TensorBoard."""
+"""What surrounds a run: its time and energy, Ctrl-C, errors of the disk."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from pliant.apps.run_folder import Folder, FolderError
-from pliant.apps.train.options import OnStatus, Status
 from pliant.runtime import energy
 
 
@@ -22,10 +20,15 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stopwatch:
-    """Seconds and joules of training alone; `paused` while something else runs."""
+    """Seconds and joules of training alone; `paused` while something else runs.
+
+    The clock is that of steps, so that the two can be compared: CPU time where one thread computes, else wall time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if one_thread else time.perf_counter
         self._meter = energy.meter(device)
         self._seconds, self._joules = 0.0, 0.0
         self._since: tuple[float, float] | None = self._now()
@@ -33,7 +36,7 @@ class Stopwatch:
     def _now(self) -> tuple[float, float]:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter(), self._meter.joules() if self._meter is not None else 0.0
+        return self._clock(), self._meter.joules() if self._meter is not None else 0.0
 
     def add(self, seconds: float, joules: float | None) -> None:
         """Count what a resumed run spent before."""
@@ -103,31 +106,3 @@ def explain_disk_errors(folder: Folder) -> Iterator[None]:
         )
         where = os.fspath(error.filename if error.filename is not None else folder.path)
         raise FolderError(f"cannot write {where!r}: {error.strerror or error}. {kept}".rstrip()) from error
-
-
-@contextmanager
-def tensorboard(log_to: str | None, folder: Folder) -> Iterator[OnStatus | None]:
-    """A listener that writes for TensorBoard, if `log_to` asks for it."""
-    if log_to is None:
-        yield None
-        return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError("TensorBoard is not installed. Run: pip install 'pliant[tensorboard]'", name="tensorboard") from error
-    writer: Any = SummaryWriter(os.fspath(folder.path))
-
-    def write(status: Status) -> None:
-        if status.loss is not None:
-            writer.add_scalar("loss/train", status.loss, status.step)
-        if status.evaluated:
-            writer.add_scalar("accuracy/validation", status.accuracy, status.step)
-        if status.share is not None:
-            writer.add_scalar("step/share_of_full", status.share, status.step)
-        if status.trained:
-            writer.add_scalar("step/units_trained", sum(status.trained), status.step)
-
-    try:
-        yield write
-    finally:
-        writer.close()

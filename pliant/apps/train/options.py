@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pliant.apps import models, run_folder
-from pliant.apps.tasks import RECIPES, TaskError
+from pliant.apps.augment import CHOICES
+from pliant.apps.data.inputs import FEATURES
+from pliant.apps.data.prepare import Reading, kind_of
+from pliant.apps.tasks import OPTIMIZERS, RECIPES, TaskError, columns_are_options
+from pliant.apps.train.outcome import Outcome
 from pliant.core.types import nearest
 from pliant.engine import modes
 
+_ADAMW_RATES = {"text_small": 1e-2}  # word vectors that few batches reach need large steps: docs/notebook.md
+LOGGERS = ("tensorboard", "wandb")
+_CHOICES = {"optimizer": ("auto", *OPTIMIZERS), "features": FEATURES, "augment": CHOICES}
 _TYPES = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}
 _TYPE_NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "None": "nothing"}
 
@@ -46,31 +53,59 @@ class Options:
     """
 
     model: str = _option(
-        "efficientnet_lite0",
-        "efficientnet_lite0, timm:NAME, package.module:factory, a .safetensors file of an earlier run, or factory@file.",
+        "auto",
+        "A built-in name, timm:NAME, torchvision:NAME, hf:NAME-OR-FOLDER, package.module:factory, a .safetensors file of an "
+        "earlier run, or factory@file.",
+        unset="efficientnet_lite0 for images, text_small for text, audio_small for sound",
     )
-    data: str = _option("digits", "A folder with one folder of images per class, a packed .npz set, or digits.")
-    recipe: str = _option("pliant", f"What to train: {', '.join(RECIPES)}. only:GLOB,GLOB trains the layers that match.")
+    data: str = _option(
+        "digits",
+        "A folder with one folder of images or WAV files per class, a table (.csv, .tsv) of files or texts with labels, a "
+        "Hugging Face dataset saved to disk, a .npz file, or digits.",
+    )
+    input_column: str | None = _option(None, "Column of a table that holds the file or the text.", unset="by its name")
+    label_column: str | None = _option(None, "Column of a table that holds the label.", unset="by its name")
+    recipe: str = _option(
+        "auto",
+        f"What to train: {', '.join(RECIPES)}. only:GLOB,GLOB trains the layers that match.",
+        unset="pliant; full for text_small and audio_small without a budget",
+    )
     time: float | str | None = _option(
         None, "Time a step may take: a share of a full step, or an amount like 12ms.", unset="0.5 for pliant"
     )
     memory: float | str | None = _option(None, "Memory a step may take beyond inference: a share, or an amount like 64MB.")
     macs: float | str | None = _option(None, "Multiply-accumulates of a step: a share, or an amount like 1.5GMAC.")
-    epochs: int = _option(3, "Passes over the images.", least=1)
-    batch: int = _option(16, "Images per step.", least=1)
-    lr: float = _option(0.03, "Learning rate at the start; it decays to zero along a cosine.")
-    size: int = _option(64, "Pixels per side.", least=8)
-    validation: float = _option(0.2, "Share of each class to validate on, if the data has no validation images.")
+    epochs: int = _option(3, "Passes over the data.", least=1)
+    batch: int = _option(16, "Samples per step.", least=1)
+    optimizer: str = _option("auto", "sgd or adamw.", unset="adamw for hf: models, text_small and audio_small, else sgd")
+    lr: float | None = _option(
+        None,
+        "Learning rate at the start; it decays to zero along a cosine. With adamw the default is 0.001, for "
+        "hf: models 0.0003, for text_small 0.01.",
+        unset="0.03",
+    )
+    size: int = _option(64, "Pixels per side of an image.", least=8)
+    length: int = _option(128, "Most tokens of a text; longer ones are cut.", least=1)
+    features: str = _option("log-mel", "What a network sees of a sound: log-mel, mfcc or wave.")
+    rate: int | None = _option(None, "Resample sounds to this many Hz.", least=100, unset="the rate that all files have")
+    seconds: float | None = _option(None, "Cut or pad sounds to this length.", unset="the longest, at most 10")
+    augment: str = _option("none", "Change samples at random: none, light, or flip, which also mirrors images.")
+    class_weights: bool = _option(False, "Rare classes count as much as frequent ones.")
+    skip_unreadable: bool = _option(False, "Leave out files that cannot be read, and list them.")
+    validation: float = _option(0.2, "Share of each class to validate on, if the data has no validation split.")
     evaluate_every: int | None = _option(None, "Steps between evaluations.", least=1, unset="an epoch")
+    patience: int | None = _option(
+        None, "Stop after this many evaluations without a better accuracy or loss.", least=1, unset="never", may_change=True
+    )
     scratch: bool = _option(False, "Start from random weights.")
     device: str = _option("auto", "cpu, cuda, cuda:1 …", unset="cuda if there is one", may_change=True)
     engine: str = _option("auto", "auto, plain, or a combination of lean, prefix and graphs, like lean+prefix.")
     exact: bool = _option(False, "After the costs are measured, no decision depends on the clock, even with a time budget.")
-    seed: int = _option(0, "Random seed of the split, of new weights and of the order of images.")
+    seed: int = _option(0, "Random seed of the split, of new weights, of the order of samples and of their changes.")
     out: str | None = _option(None, "Folder of the run.", unset="a new one in runs/", may_change=True)
     resume: bool = _option(False, "Continue the run in --out, with its options.", may_change=True)
     delta: bool = _option(False, "Write only the weights that changed.")
-    log_to: str | None = _option(None, "Also write a log for: tensorboard.", may_change=True)
+    log_to: str | None = _option(None, "Also write a log for: tensorboard, wandb, or both with a comma.", may_change=True)
     keep_anyway: bool = _option(False, "Keep the last weights even if the start was better.", may_change=True)
     measure_memory: bool = _option(False, "Measure the peak memory of a step at the end.", may_change=True)
 
@@ -90,10 +125,20 @@ class Options:
             raise TaskError(
                 f"validation={self.validation!r}: give the share of each class to validate on, above 0 and below 0.5."
             )
-        if not 0 < self.lr < math.inf:
-            raise TaskError(f"lr={self.lr!r}: the learning rate must be a number above 0.")
-        if self.log_to not in (None, "tensorboard"):
-            raise TaskError(f"log_to={self.log_to!r}: besides its own log, a run can only write one for 'tensorboard'.")
+        for name in ("lr", "seconds"):
+            amount = getattr(self, name)
+            if amount is not None and not 0 < amount < math.inf:
+                what = "the learning rate" if name == "lr" else "the length of a sound"
+                raise TaskError(f"{name}={amount!r}: {what} must be a number above 0.")
+        for name, choices in _CHOICES.items():
+            word = getattr(self, name)
+            if word not in choices:
+                raise TaskError(f"{name}={word!r}: give one of {', '.join(choices)}.{nearest(word, choices)}")
+        for logger in self.log_to.split(",") if self.log_to is not None else ():
+            if logger not in LOGGERS:
+                raise TaskError(
+                    f"log_to={self.log_to!r}: besides its own log, a run can write one for {' or '.join(map(repr, LOGGERS))}."
+                )
 
     @classmethod
     def of(cls, given: Mapping[str, Any], where: str) -> Options:
@@ -103,6 +148,38 @@ class Options:
             if name not in known:
                 raise TaskError(f"{where} has no option {name!r} to set.{nearest(name, known)}")
         return cls(**given)
+
+    @property
+    def reading(self) -> Reading:
+        """How the data are read."""
+        return Reading(**{each.name: getattr(self, each.name) for each in fields(Reading)})
+
+    def resolved(self) -> Options:
+        """The same options with a value in place of every "auto": which one depends on the data and the model."""
+        model, recipe, optimizer = self.model, self.recipe, self.optimizer
+        if model == "auto":
+            with columns_are_options():
+                kind = kind_of(self.data, self.reading) if self.data == "digits" or os.path.exists(self.data) else "images"
+            if kind == "arrays":
+                raise TaskError(
+                    f"no network is built in for arrays such as {self.data!r}. Name one: --model package.module:factory"
+                )
+            model = {"text": "text_small", "audio": "audio_small"}.get(kind, "efficientnet_lite0")
+        fresh = model in models.SMALL
+        if recipe == "auto":
+            budget = self.time is not None or self.memory is not None or self.macs is not None
+            recipe = "full" if fresh and not budget else "pliant"
+        if optimizer == "auto":
+            optimizer = "adamw" if fresh or model.startswith("hf:") else "sgd"
+        lr = self.lr
+        if lr is None:
+            lr = 0.03 if optimizer == "sgd" else 3e-4 if model.startswith("hf:") else _ADAMW_RATES.get(model, 1e-3)
+        return replace(self, model=model, recipe=recipe, optimizer=optimizer, lr=lr)
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether training starts from random weights."""
+        return self.scratch or self.model in models.SMALL
 
     def to_json(self) -> dict[str, Any]:
         """Those that a run begins with, as `of_run` reads them."""
@@ -134,10 +211,10 @@ class Evaluation:
 class Result:
     """The result of a run.
 
-    The first of the `evaluations` is the one before training. `seconds` is wall time: it includes measuring and choosing, but
-    not evaluating and saving. `seconds_per_step` is a mean by the device's clock. `rounds` hold what was asked, predicted and
-    measured for each selection. `memory_bytes` is the peak of a step beyond inference, if it was measured; `joules` need an
-    energy meter.
+    The first of the `evaluations` is the one before training. `seconds` includes measuring and choosing, but not evaluating
+    and saving; `seconds_per_step` is a mean. Both are by the device's clock: CPU time where one thread computes. `rounds` hold
+    what was asked, predicted and measured for each selection. `memory_bytes` is the peak of a step beyond inference, if it was
+    measured; `joules` need an energy meter. `outcome` says whether the run paid.
     """
 
     out: str
@@ -153,6 +230,8 @@ class Result:
     memory_bytes: int | None
     joules: float | None
     engine: str
+    outcome: Outcome
+    stopped_early: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As plain types. A loss that is not finite becomes null, because JSON has no such number."""

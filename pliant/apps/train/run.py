@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import csv
 import errno
+import io
 import json
 import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from pliant.apps import models, run_folder, tasks
-from pliant.apps.layer_report import PendingReport
 from pliant.apps.run_folder import Folder, FolderError
 from pliant.apps.tasks import Task
 from pliant.apps.train.interrupts import Stopped, Stopwatch, delayed_interrupt
 from pliant.apps.train.options import Evaluation, OnStatus, Options, Result, Status
+from pliant.apps.train.outcome import confusion, outcome, too_short
+from pliant.apps.train.readme import readme
+from pliant.apps.train.roofline import PendingRoofline
+from pliant.apps.train.shares import budget, mean_step, share_of_full
 from pliant.core.budget import Progress
 from pliant.core.mode import Mode
 from pliant.cost import measure
@@ -45,15 +51,18 @@ class TrainingRun:
         session: Session,
         spent: Stopwatch,
         listeners: list[OnStatus],
+        notes: Sequence[str] = (),
     ) -> None:
         self.options, self.task, self.folder, self.session, self.spent = options, task, folder, session, spent
-        self.listeners, self.model_name = listeners, models.name_of(options.model)
+        self.listeners, self.model_name, self.notes = listeners, models.name_of(options.model), [*notes]
         self.steps: int = session.total_steps or 0
         self.steps_per_epoch: int = session.steps_per_epoch or 1
         self.evaluate_every = options.evaluate_every or self.steps_per_epoch
         self.evaluations: list[Evaluation] = []
+        self.whole_before = 0.0  # seconds of the run before it was resumed
         self.roofline: PendingRoofline | None = None  # until it is in the log
         self.saved_at = self.reported_at = -math.inf
+        self.opened_at = time.monotonic()
         self.began_at, self.first_step = time.monotonic(), 0
 
     @property
@@ -77,6 +86,7 @@ class TrainingRun:
         with delayed_interrupt(lambda: self.session.progress.step > self.first_step) as stop:
             try:
                 self.began_at, self.first_step = time.monotonic(), self.session.progress.step
+                self.check_patience()
                 for epoch in range(self.first_step // self.steps_per_epoch, self.options.epochs):
                     self.set_learning_rate_(self.session.progress.step)
                     batches = self.task.batches(self.options.batch, self.options.seed, epoch)
@@ -84,27 +94,42 @@ class TrainingRun:
             except Stopped:
                 self.save()
                 raise
+            except _NoPatience:
+                text = f"stopped early: no better accuracy or loss in {self.options.patience} evaluations"
+                self.log({"event": "note", "step": self.session.progress.step, "text": text})
+                self.report_status(None, text)
         return self.finish()
 
     def start(self) -> None:
+        begins = {"event": "run", "options": self.options.to_json(), "total_steps": self.steps, "classes": [*self.task.classes]}
+        self.log(begins)  # first of all, for those who watch
         with self.spent.paused():
+            self.write_notes()
             batch = next(self.task.batches(self.options.batch, self.options.seed, 0))
-            self.roofline = PendingRoofline(self.session, self.task.model, batch)
+            self.roofline = PendingRoofline(self.session, self.task, batch)
         self.evaluate(0)
         self.report_status(None, f"accuracy before training: {self.evaluations[0].accuracy:.1%}", evaluated=True)
         for split, purpose in ((self.task.validation, "to validate with"), (self.task.train, "to train on")):
             counts = split.labels.bincount(minlength=len(self.task.classes)).tolist()
             absent = [name for name, count in zip(self.task.classes, counts, strict=True) if not count]
             if absent:
-                warning = f"warning: no image {purpose} of {', '.join(map(repr, absent))}"
-                run_log.append(self.folder.log, [{"event": "note", "step": 0, "text": warning}], make_folder=False)
-                self.report_status(None, warning)
+                one = {"images": "image"}.get(self.task.inputs.kind, "sample")
+                self.notes.append(f"warning: no {one} {purpose} of {', '.join(map(repr, absent))}")
+        left = len(self.task.train) % self.options.batch
+        if left:
+            every = f"{len(self.task.train)} to train on, {self.options.batch} per step"
+            self.notes.append(f"the last {left} of every epoch, in random order, are left out: {every}")
+        short = too_short(self.session.policy, self.steps, self.steps_per_epoch, self.task.device.type)
+        for text in [*self.notes, *([short] if short is not None else [])]:
+            self.log({"event": "note", "step": 0, "text": text})
+            self.report_status(None, text)
 
     def resume(self) -> None:
         try:
             state = self.session.load(self.folder.state)
             self.evaluations = [Evaluation(**one) for one in state["evaluations"]]
             self.spent.add(state["seconds"], state["joules"])
+            self.whole_before = state.get("whole_seconds", 0.0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # not a checkpoint, or a part of it is damaged
             what = error if isinstance(error, ValueError) else f"{os.fspath(self.folder.state)!r} is damaged ({error!r})."
             raise FolderError(f"{os.fspath(self.folder.path)!r} cannot be resumed: {what}") from error
@@ -116,14 +141,14 @@ class TrainingRun:
 
     def set_learning_rate_(self, step: int) -> None:
         for group in self.session.optimizer.param_groups:
-            group["lr"] = tasks.rate(self.options.lr, step, self.steps)
+            group["lr"] = tasks.rate(self.options.lr or 0.0, step, self.steps)
 
     def after_step(self, now: Progress, loss: torch.Tensor, stop: threading.Event) -> None:
         self.set_learning_rate_(now.step)
         self.check_folder()
         if self.roofline is not None:
             with self.spent.paused():
-                run_log.append(self.folder.log, [self.roofline.event()], make_folder=False)
+                self.log(self.roofline.event())
                 self.roofline = None
         due = now.step % self.evaluate_every == 0 or now.step == self.steps
         if due:
@@ -135,6 +160,19 @@ class TrainingRun:
             self.report_status(loss, news, evaluated=due)
         if stop.is_set():
             raise Stopped
+        if due:
+            self.check_patience()
+
+    def check_patience(self) -> None:
+        """Stop where neither accuracy nor loss has reached a new best for as many evaluations as the options say."""
+        patience = self.options.patience
+        if patience is None or len(self.evaluations) <= patience:
+            return
+        before, recent = self.evaluations[:-patience], self.evaluations[-patience:]
+        losses = [one.loss for one in before if _finite(one)]
+        better = max(one.accuracy for one in recent) > max(one.accuracy for one in before)
+        if not better and not any(one.loss < min(losses, default=math.inf) for one in recent if _finite(one)):
+            raise _NoPatience
 
     def evaluate(self, step: int) -> None:
         """Evaluate the model as it is now, and write its weights if they are the best so far."""
@@ -142,7 +180,7 @@ class TrainingRun:
             accuracy, loss = tasks.judge(self.task.model, self.task.validation)
             self.evaluations.append(Evaluation(step, accuracy, loss, self.spent.seconds))
             line = {"event": "evaluated", "step": step, "split": "validation", "accuracy": accuracy, "loss": loss}
-            run_log.append(self.folder.log, [{**line, "seconds": self.spent.seconds}], make_folder=False)
+            self.log({**line, "seconds": self.spent.seconds})
             if self.best is self.evaluations[-1] or not self.folder.best.exists():
                 self.write_weights(self.folder.best)
 
@@ -153,6 +191,7 @@ class TrainingRun:
                 "evaluations": [asdict(one) for one in self.evaluations],
                 "seconds": self.spent.seconds,
                 "joules": self.spent.joules,
+                "whole_seconds": self.whole_seconds,
             }
             self.session.save(self.folder.state, extra)
             self.write_weights(self.folder.last)
@@ -171,6 +210,7 @@ class TrainingRun:
         try:
             with run_folder.locked(run_folder.unused(old.name, old.parent)) as self.folder:
                 run_folder.write_options(self.folder, self.options.to_json())
+                self.write_notes()
                 self.session.log = self.folder.log
                 self.save()
         except (OSError, RuntimeError) as error:
@@ -188,6 +228,8 @@ class TrainingRun:
             "classes": str(len(self.task.classes)),
             "names": json.dumps(self.task.classes),
             "step": str(self.session.progress.step),
+            "inputs": json.dumps(self.task.inputs.to_json()),
+            "versions": json.dumps(models.versions(self.model_name)),
         }
         if self.options.delta:
             checkpoint.save_tensors(path, self.session.delta(), metadata)
@@ -198,6 +240,7 @@ class TrainingRun:
         first, last = self.evaluations[0], self.evaluations[-1]
         with self.spent.paused():
             memory = self.peak_bytes() if self.options.measure_memory else None
+            self.log_classes()
             worse = not _finite(last) or last.accuracy < first.accuracy
             roll_back = worse and not self.options.keep_anyway
             if roll_back:
@@ -210,7 +253,8 @@ class TrainingRun:
             self.report_status(None, f"{why}: {done}{best}")
         full = self.session.profile.full.seconds
         self.check_folder()
-        return Result(
+        found = outcome(self.session, self.spent.seconds, self.whole_seconds, memory)
+        result = Result(
             out=os.fspath(self.folder.path),
             options=self.options,
             evaluations=tuple(self.evaluations),
@@ -218,12 +262,61 @@ class TrainingRun:
             accuracy=(first if roll_back else last).accuracy,
             rolled_back=roll_back,
             seconds=self.spent.seconds,
-            seconds_per_step=_mean_step(self.session),
+            seconds_per_step=mean_step(self.session),
             full_seconds_per_step=full or None,
             rounds=tuple({**asdict(one), "measured": one.measured} for one in self.session.rounds),
             memory_bytes=memory,
             joules=self.spent.joules,
             engine=self.session.engine,
+            outcome=found,
+            stopped_early=self.session.progress.step < self.steps,
+        )
+        scores = {"accuracy": result.accuracy, "rolled_back": roll_back, "best": asdict(self.best)}
+        scores |= {"seconds_per_step": result.seconds_per_step, "joules": result.joules}
+        self.log({"event": "summary", "step": self.session.progress.step, **scores, **found.to_json()})
+        self.write_notes(result)
+        return result
+
+    @property
+    def whole_seconds(self) -> float:
+        """Wall time of the run with everything: measuring, training, evaluating, saving."""
+        return self.whole_before + time.monotonic() - self.opened_at
+
+    def log(self, line: dict[str, Any]) -> None:
+        run_log.append(self.folder.log, [line], make_folder=False)
+
+    def write_notes(self, result: Result | None = None) -> None:
+        """README.md, and the list of samples that were skipped."""
+        task = self.task
+        write_aside(self.folder.readme, readme(self.options, self.folder.path, task.classes, task.inputs, result).encode())
+        if self.options.skip_unreadable:
+            rows = io.StringIO()
+            csv.writer(rows).writerows([("sample", "why"), *task.skipped])
+            write_aside(self.folder.skipped, rows.getvalue().encode())
+
+    def log_classes(self) -> None:
+        """How the best weights do on each class of the validation split."""
+        if not self.evaluations or not _finite(self.best):
+            return
+        model = self.task.model
+        if self.best.step != self.session.progress.step:
+            if self.options.delta:
+                return  # the file holds only what changed, and the start is gone
+            model = copy.deepcopy(model)
+            model.load_state_dict(models.read_weights(self.folder.best)[0])
+        split = self.task.validation
+        guesses = tasks.outputs(model, split.inputs).argmax(1)
+        self.log(
+            {
+                "event": "classes",
+                "step": self.best.step,
+                "split": "validation",
+                "weights": "best",
+                "accuracy": float((guesses == split.labels).double().mean()),
+                "samples": len(split),
+                "classes": list(self.task.classes),
+                "confusion": confusion(split.labels.tolist(), guesses.tolist()),
+            }
         )
 
     def peak_bytes(self) -> int:
@@ -232,7 +325,7 @@ class TrainingRun:
         around = partial(around_forward, Mode(lean="lean" in self.session.engine.split("+")))
         update = self.session.update
         step, inference = measure.peak_bytes(
-            self.task.model, self.session.optimizer, tasks.loss, batch, update=update, around=around
+            self.task.model, self.session.optimizer, self.task.loss, batch, update=update, around=around
         )
         return step - inference
 
@@ -252,8 +345,8 @@ class TrainingRun:
             loss=float(loss) if loss is not None else None,
             accuracy=self.evaluations[-1].accuracy,
             best=self.best.accuracy,
-            share=_share(session, session.measured_seconds),
-            budget=_budget(session),
+            share=share_of_full(session, session.measured_seconds),
+            budget=budget(session),
             trained=tuple(unit in chosen for unit in reversed(session.units)),
             seconds_left=None if pace is None else pace * (self.steps - step),
             evaluated=evaluated,
@@ -263,60 +356,9 @@ class TrainingRun:
             listener(status)
 
 
-class PendingRoofline:
-    """The roofline of a run, from the profile that the run measures anyway. It costs one forward pass and leaves no trace.
-
-    The graph is read before anything is chosen, while every parameter is as the user left it; `event` follows the first step.
-    """
-
-    def __init__(self, session: Session, model: nn.Module, batch: Any) -> None:
-        self._session = session
-        self._report = PendingReport(model, tasks.loss, batch) if session.policy.cost is measure.timed else None
-
-    def event(self) -> dict[str, Any]:
-        """The log line that a report draws the roofline from, or that says why there is none."""
-        if self._report is None:
-            recipe = self._session.policy.name
-            why = f"the recipe {recipe!r} needs no seconds, so no layer was timed; `pliant profile` times them"
-            return {"event": "roofline", "why": why}
-        try:
-            return {"event": "roofline", **self._report.finish(self._session.profile).to_json()}
-        except (RuntimeError, ValueError) as error:
-            return {"event": "roofline", "why": f"the device's peaks could not be measured: {error}"}
+class _NoPatience(Exception):
+    """Evaluations have not become better for a while."""
 
 
 def _finite(evaluation: Evaluation) -> bool:
     return math.isfinite(evaluation.loss)
-
-
-def _mean_step(session: Session) -> float | None:
-    """Mean seconds of a step in the run so far. A budget is compared with this mean, because selections may alternate."""
-    rounds = [one for one in session.rounds if one.steps]
-    steps = sum(one.steps for one in rounds)
-    return sum(one.seconds for one in rounds) / steps if steps else session.measured_seconds
-
-
-def _share(session: Session, seconds: float | None) -> float | None:
-    """Share of a plain full step; None where the full step was not timed."""
-    full = session.profile.full.seconds if session.units else 0.0
-    return seconds / full if seconds is not None and full else None
-
-
-def _budget(session: Session) -> str:
-    """What was asked of a step and what was measured, in words."""
-    if not session.units:
-        return ""
-    asked, full, mean, out = session.selection.asked, session.profile.full, _mean_step(session), []
-    share = _share(session, mean)
-    if "seconds" in asked:
-        out.append(f"time asked {asked['seconds'] / full.seconds:.2f}" + (f", measured {share:.2f}" if share else ""))
-    elif share:
-        out.append(f"time {share:.2f} of a full step")
-    elif mean:
-        out.append(f"{mean * 1e3:.3g} ms per step")
-    if "bytes" in asked:
-        measured = session.rounds[-1].measured_bytes
-        out.append(f"memory asked {asked['bytes'] / 1e6:.4g} MB" + (f", measured {measured / 1e6:.4g} MB" if measured else ""))
-    if "macs" in asked:
-        out.append(f"macs asked {asked['macs'] / full.macs:.2f}, chosen {session.selection.share('macs'):.2f}")
-    return " · ".join(out)

@@ -238,7 +238,7 @@ def _bytes(limit: int | str) -> int:
     """Bytes from a number of them, or from text with its unit."""
     if isinstance(limit, str):
         try:
-            return int(Budget(memory=limit).limits(Cost(bytes=1))["bytes"])
+            return int(Budget(memory=limit).limits(Cost())["bytes"])  # a share of nothing is refused
         except ValueError:
             raise ValueError(f"limit={limit!r} is not an amount of memory: write it like '64MB' or '2GiB'.") from None
     if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:

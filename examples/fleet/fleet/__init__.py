@@ -1,0 +1,1 @@
+"""A fleet of devices of different speeds learns one small network together."""

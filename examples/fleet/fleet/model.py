@@ -1,0 +1,95 @@
+"""A small convolutional network with an exit after every block, and what a client trains it with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from fleet.data import Data, loss
+from pliant.integrations.flower import Local
+
+WIDTHS = (16, 16, 24, 24, 32, 32)
+HALVED = (2, 4)  # blocks that halve the image
+CLIP = 1.0
+
+
+class Block(nn.Module):
+    """Convolution, norm, ReLU. Group norm: statistics of a batch differ too much between clients."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm = nn.GroupNorm(4, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class Exit(nn.Module):
+    """The mean over the image, then one linear layer."""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.mean((2, 3)))
+
+
+class Net(nn.Module):
+    """Six blocks. `exits[i]` classifies after block i; the last of them is the head."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        before = (channels, *WIDTHS[:-1])
+        self.blocks = nn.ModuleList(
+            Block(a, b, 2 if i in HALVED else 1) for i, (a, b) in enumerate(zip(before, WIDTHS, strict=True))
+        )
+        self.exits = nn.ModuleList(Exit(width, classes) for width in WIDTHS)
+
+    def forward(self, x: torch.Tensor, block: int | None = None) -> torch.Tensor:
+        last = len(self.blocks) - 1 if block is None else block
+        for each in self.blocks[: last + 1]:
+            x = each(x)
+        return self.exits[last](x)
+
+
+def net(data: Data, seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net(data.inputs.shape[1], data.classes)
+
+
+def local(
+    model: Net, data: Data, mine: np.ndarray, *, rate: float, batch: int, steps: int, slowdown: float = 1.0, decay: float = 1e-4
+) -> Local:
+    """What the client that holds these samples trains with."""
+    last = len(model.blocks) - 1
+    return Local(
+        model,
+        torch.optim.SGD(model.parameters(), lr=rate, weight_decay=decay),
+        loss,
+        partial(batches, data, mine, batch),
+        len(mine),
+        steps,
+        blocks=tuple((f"blocks.{i}.*", *([f"exits.{i}.*"] if i == last else [])) for i in range(last + 1)),
+        exits=tuple((f"exits.{i}.*",) for i in range(last + 1)),
+        loss_at=lambda block: partial(loss, block=block),
+        clip=CLIP,
+        slowdown=slowdown,
+    )
+
+
+def batches(data: Data, mine: np.ndarray, size: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Random batches without end, all of one size: a client with fewer samples sees some of them twice."""
+    rng = np.random.default_rng(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < size:
+            waiting.extend(rng.permutation(mine).tolist())
+        index = torch.tensor(waiting[:size])
+        del waiting[:size]
+        yield data.inputs[index], data.labels[index]

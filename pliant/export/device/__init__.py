@@ -1,0 +1,1 @@
+"""A chosen selection as an ExecuTorch program that trains on a device: exported, checked, planned, run."""

@@ -1,0 +1,44 @@
+"""The joint graph of forward and backward pass. The only place that knows PyTorch's unstable function for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pliant.export.device.errors import ExportError
+from pliant.export.device.step import Step
+
+
+def exported(step: Step) -> Any:
+    """The forward pass as an exported program."""
+    with _refusing("the forward pass"), torch.no_grad():
+        return torch.export.export(step, step.inputs, strict=False)
+
+
+def joint(step: Step) -> Any:
+    """Forward and backward pass of what requires a gradient, as one exported program; output 0 is the loss."""
+    from torch.export.experimental import _export_forward_backward
+
+    with _refusing("the forward pass"), torch.enable_grad():
+        program = torch.export.export(step, step.inputs, strict=False)
+    with _refusing("the backward pass"):
+        return _export_forward_backward(program, joint_loss_index=0)
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Whatever torch.export raises becomes one error that says what to look for."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:
+        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ExportError(
+            f"{what} cannot be exported: {said.strip()} A program is one fixed graph: no branch or loop may depend on values "
+            f"of tensors, shapes are those of the batch, and every operator must be known to torch.export."
+        ) from error

@@ -1,0 +1,72 @@
+"""What a session is given: wrong or swapped arguments are found before anything else happens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pliant.planning.policy import Policy
+
+_ORDER = "Session(model, optimizer, loss, policy)"
+_LOSS = "def loss(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)"
+
+
+def check(model: Any, optimizer: Any, loss: Any, policy: Any) -> None:
+    """Refuse what cannot be a model, an optimizer, a loss and a policy, in this order."""
+    given = {"model": model, "optimizer": optimizer, "loss": loss, "policy": policy}
+    fits = {
+        "model": isinstance(model, nn.Module),
+        "optimizer": isinstance(optimizer, torch.optim.Optimizer),
+        "loss": callable(loss) and not isinstance(loss, (torch.optim.Optimizer, Policy)),
+        "policy": isinstance(policy, Policy),
+    }
+    for name, fit in fits.items():
+        if not fit:
+            raise TypeError(f"{name}={_named(given[name])} is {_wanted(name)} The order is {_ORDER}.")
+    _check_loss(loss)
+
+
+def _named(given: Any) -> str:
+    """A short name of what was given."""
+    return f"{type(given).__name__}(…)" if isinstance(given, (nn.Module, torch.optim.Optimizer)) else repr(given)[:80]
+
+
+def _wanted(name: str) -> str:
+    return {
+        "model": "no torch.nn.Module: give the network itself.",
+        "optimizer": "no torch.optim.Optimizer: give one such as torch.optim.SGD(model.parameters(), lr=0.1).",
+        "loss": f"no function of model and batch: write one, like {_LOSS}.",
+        "policy": "no Policy: give a recipe's result, like recipes.pliant(time=0.5).",
+    }[name]
+
+
+def _check_loss(loss: Any) -> None:
+    """A loss takes the model and a batch. PyTorch's own take outputs and labels."""
+    of_torch = isinstance(loss, nn.modules.loss._Loss) or getattr(loss, "__module__", None) == "torch.nn.functional"
+    name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", repr(loss))
+    if of_torch:
+        raise TypeError(f"loss={name} takes outputs and labels, and a session's loss takes the model and a batch: {_LOSS}.")
+    try:
+        takes = inspect.signature(loss)
+        takes.bind(object(), object())
+    except TypeError as error:
+        raise TypeError(
+            f"loss={name}{takes} cannot be called as loss(model, batch): {error}. Write one like {_LOSS}."
+        ) from error
+    except ValueError:  # a callable without a signature, as some builtins
+        return
+
+
+def check_alone(model: nn.Module, others: Iterable[nn.Module]) -> None:
+    """Refuse a model that shares parameters with one that an open session trains: each would undo the other's choices."""
+    mine = {id(param) for param in model.parameters()}
+    for other in others:
+        if other is not model and any(id(param) in mine for param in other.parameters()):
+            raise ValueError(
+                f"{type(model).__name__} shares parameters with a {type(other).__name__} that an open session trains. Close "
+                f"that session first: session.close(), or leave its `with` block."
+            )

@@ -1,0 +1,82 @@
+"""The batch norms of a run: which statistics they use, and whether their running statistics are re-estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from pliant.core.types import Unit
+from pliant.cost.profile import Profile
+from pliant.runtime.batchnorm import BatchNormModes, NormRule
+from pliant.runtime.ranks import Ranks
+
+Run = Callable[[], Any]  # one forward pass, up to the loss
+
+
+class Norms:
+    """`BatchNormModes` as a run uses them, and `NormStatistics` over its first batches."""
+
+    def __init__(self, modes: BatchNormModes, ranks: Ranks) -> None:
+        """With several processes nothing is re-estimated by itself: each sees other batches."""
+        self._modes, self._ranks = modes, ranks
+        self._statistics = modes.statistics()
+        self._behind: tuple[Collection[str], frozenset[str]] | None = None  # what is chosen, and all up to there from the loss
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a norm whose mode is set here."""
+        return self._modes.has_any
+
+    @property
+    def priced(self) -> NormRule:
+        """The rule to price steps by."""
+        return self._modes.priced
+
+    def look(self, run: Run, profile: Profile | None) -> list[str]:
+        """Decide, from forward passes on this batch, what is not decided yet. Returns what the log should say."""
+        notes = []
+        if self._statistics.is_due and self._ranks.is_alone:
+            notes.append(self._statistics.see_(run))
+        if not self._modes.is_settled:
+            if profile is not None and "norms" in profile.origin:
+                self._modes.settle_as_(profile.origin["norms"])
+            few = self._modes.settle_(run)
+            if not self._ranks.is_alone:
+                few, frozen = self._ranks.first(lambda: (few, self._modes.state()))
+                self._modes.load(frozen)
+            if few is not None:
+                notes.append(f"norms use their running statistics: a batch has {few:.0f} values per channel")
+        return [note for note in notes if note is not None]
+
+    def estimate(self, runs: Iterable[Run]) -> str:
+        """Re-estimate running statistics on given batches. Returns what the log should say."""
+        if not self._statistics.norms:
+            raise ValueError("this model has no batch norm with statistics from training: there is nothing to re-estimate.")
+        return f"norm statistics were re-estimated over {self._statistics.estimate_(runs)} given batches"
+
+    def hold_(self, params: Collection[str], chosen: Collection[str], limited: bool, units: Sequence[Unit]) -> None:
+        """Set every norm's mode for this choice. Units come in order, nearest the loss first."""
+        if self._behind is None or self._behind[0] is not chosen:
+            order = [param for unit in units for param in unit.params]
+            last = max((place for place, param in enumerate(order) if param in chosen), default=-1)
+            self._behind = chosen, frozenset(order[: last + 1])
+        self._modes.hold_(params, chosen, limited, self._behind[1])
+
+    def release_(self) -> None:
+        """Give every norm the mode that the user wants."""
+        self._modes.release_()
+
+    def unsettle_(self) -> None:
+        """Forget what was settled, since no step was taken with that batch."""
+        self._modes.unsettle_()
+
+    def restart_(self) -> None:
+        """The model is as it was before the run: its first batches are to come."""
+        self._statistics.restart_()
+
+    def state(self) -> dict[str, Any]:
+        return {"frozen": self._modes.state(), "statistics": self._statistics.state()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._modes.load(state["frozen"])
+        self._statistics.load(state["statistics"])

@@ -1,0 +1,160 @@
+"""The beginning of a run: the head first, what batches agree on, and a selection that is taken back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import differences, snapshot
+from torch import nn
+
+from pliant import Budget, Session, measure, recipes, score
+from pliant.session.beginning import BATCHES, expected, length
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def batches(many: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(5)
+    truth = torch.randn(6, 3, generator=generator).double()
+    inputs = [torch.randn(16, 6, generator=generator).double() for _ in range(many)]
+    return [(x, (x @ truth).argmax(1)) for x in inputs]
+
+
+def policy(**how: Any) -> Any:
+    return replace(recipes.pliant(**how), cost=measure.counted, budget=Budget(macs=1.0))
+
+
+def optimizer(model: nn.Sequential, body: float = 0.1) -> torch.optim.SGD:
+    groups = [{"params": [p for n, p in model.named_parameters() if not n.startswith("4.")], "lr": body}]
+    return torch.optim.SGD([*groups, {"params": list(model[4].parameters())}], lr=0.1, momentum=0.9)
+
+
+def lines(log: Path, event: str) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, log.read_text().splitlines()) if line["event"] == event]
+
+
+def names(session: Session) -> list[str]:
+    return [unit.name for unit in session.selection.units]
+
+
+def test_the_head_has_a_tenth_of_the_run_but_ten_steps_or_a_quarter() -> None:
+    assert [length(0.1, total) for total in (None, 3, 15, 40, 100, 300)] == [20, 1, 3, 10, 10, 30]
+    assert length(0.0, 300) == 0
+    with pytest.raises(ValueError, match="head_first=1"):
+        recipes.pliant(head_first=1.0)
+
+
+def test_a_curve_goes_on_as_a_power_of_steps() -> None:
+    curve = [(step + 0.5) ** -0.7 for step in range(4000)]
+    assert expected(curve[:1000]) == pytest.approx(sum(curve[1500:2000]) / 500, rel=0.03)
+    assert expected([2.0] * 5 + [3.0] * 5) == 3.0  # one that does not fall
+    assert expected([-1.0, -2.0]) == -2.0  # of numbers below zero it only says that they go no higher
+
+
+def test_the_head_trains_first_then_layers_are_chosen(tmp_path: Path) -> None:
+    model, log = make(), tmp_path / "run.jsonl"
+    start = {name: p.clone() for name, p in model.named_parameters()}
+    with Session(model, optimizer(model), loss, policy(), total_steps=60, log=log) as session:
+        for batch in batches(10):
+            session.step(batch)
+            assert names(session) == ["4"]
+        assert all(torch.equal(start[n], p) for n, p in model.named_parameters() if not n.startswith("4."))
+        for batch in batches(12)[10:]:
+            session.step(batch)
+        assert set(names(session)) > {"4"}
+        assert [line["step"] for line in lines(log, "round")] == [0, 10]
+
+
+def test_without_it_layers_are_chosen_at_once() -> None:
+    model = make()
+    with Session(model, optimizer(model), loss, policy(head_first=0), total_steps=60) as session:
+        session.step(batches(1)[0])
+        assert len(names(session)) == 3
+
+
+def test_a_selection_that_makes_the_loss_rise_is_taken_back(tmp_path: Path) -> None:
+    model, log = make(), tmp_path / "run.jsonl"
+    before = {name: p.clone() for name, p in model.named_parameters() if not name.startswith("4.")}
+    steps = optimizer(model, body=300.0)
+    with Session(model, steps, loss, policy(), total_steps=60, log=log) as session:
+        for batch in batches(40):
+            session.step(batch)
+        assert names(session) == ["4"]
+        notes = [line["text"] for line in lines(log, "note") if "taken back" in line["text"]]
+        assert len(notes) == 2 and "a quarter" in notes[0] and "the head alone trains" in notes[1]
+        assert all(torch.equal(before[name], dict(model.named_parameters())[name]) for name in before)
+
+
+def test_a_run_that_is_saved_while_it_is_judged_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    data = batches(40)
+    for stop in (10 - BATCHES, 14, 24):  # while the head trains alone, while the selection is judged, while the second try is
+        with Session(whole := make(), optimizer(whole, 300.0), loss, policy(), total_steps=60) as session:
+            for batch in data:
+                session.step(batch)
+        with Session(cut := make(), optimizer(cut, 300.0), loss, policy(), total_steps=60) as session:
+            for batch in data[:stop]:
+                session.step(batch)
+            session.save(tmp_path / "run.pt")
+        with Session(resumed := make(), optimizer(resumed, 300.0), loss, policy(), total_steps=60) as session:
+            session.load(tmp_path / "run.pt")
+            for batch in data[stop:]:
+                session.step(batch)
+        assert differences(snapshot(whole)["weights"], snapshot(resumed)["weights"]) == []
+
+
+def test_agreement_is_what_pairs_of_batches_agree_on_relative_to_the_weights() -> None:
+    model, data = make(), batches(4)
+    before = snapshot(model)
+    with Session(model, optimizer(model), loss, policy(head_first=0)) as session:
+        session.before_step(data[0])
+        layers = session.units
+    found = score.probe(score.agreement(), model, optimizer(model), loss, data[0], layers, pieces=data)
+    assert differences(before["weights"], snapshot(model)["weights"]) == []
+    for unit in layers:
+        params = [dict(model.named_parameters())[name] for name in unit.params]
+        grads = [torch.cat([g.flatten() for g in torch.autograd.grad(loss(model, batch), params)]) for batch in data]
+        turns = torch.stack([grads[k] @ torch.stack(grads[:k]).mean(0) for k in range(1, 4)])
+        weights = torch.tensor([1.0, 2.0, 3.0]).double()
+        mean = (weights * turns).sum() / 6
+        pairs = [grads[a] @ grads[b] for a in range(4) for b in range(a)]
+        assert mean == pytest.approx(float(sum(pairs)) / 6)
+        error = ((weights * (turns - mean) ** 2).sum() / 2 / 6).sqrt()
+        size = sum(float(p.detach().square().sum()) for p in params)
+        assert found[unit] == pytest.approx(float((mean - error) / size), rel=1e-4)
+
+
+def test_agreement_of_one_batch_is_its_squared_gradient() -> None:
+    model, (batch,) = make(), batches(1)
+    with Session(model, optimizer(model), loss, policy(head_first=0)) as session:
+        session.before_step(batch)
+        layers = session.units
+    one = score.probe(score.agreement(), model, optimizer(model), loss, batch, layers)
+    assert one == score.probe(score.grad_norm(), model, optimizer(model), loss, batch, layers)
+
+
+def test_a_budget_may_change_while_the_head_trains_alone() -> None:
+    model = make()
+    with Session(model, optimizer(model), loss, policy(), total_steps=60) as session:
+        for batch in batches(3):
+            session.step(batch)
+        session.budget = Budget(macs=0.9)
+        for batch in batches(12)[3:]:
+            session.step(batch)
+        assert session.selection.round == 1 and session.selection.asked["macs"] == pytest.approx(
+            0.9 * session.profile.full.macs
+        )
