@@ -84,9 +84,9 @@ SECTIONS = (
     ),
     Section(
         "Time of a step on each engine",
-        "The same selection on every engine; in brackets, as a share of plain freezing.",
+        "The same selection on every engine; in brackets, as a share of plain freezing in the faster layout.",
         "python benchmarks/step.py      # GPU: --device cuda",
-        ("step_cpu", "step_arm_cpu", "step_h200"),
+        ("step_x86_ort_64", "step_x86_ort_128", "step_cpu", "step_arm_cpu", "step_h200"),
     ),
     Section(
         "Language models in Trainer",
