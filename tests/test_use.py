@@ -197,7 +197,7 @@ def test_a_run_says_whether_it_paid() -> None:
     full = Outcome(100, 12.0, 20.0, 0.2, 20.0, 1_000_000, False, 4_000_000)
     assert "it saved 40% of the time" in full.lines()[0] and "100 steps of 200 ms" in full.lines()[0]
     assert "1 MB predicted; a full step would take 4 MB" in full.lines()[1]
-    assert "cost 50% more" in Outcome(1, 30.0, 30.0, 20.0, 20.0, None, False, None).verdict
+    assert "it took 50% longer" in Outcome(1, 30.0, 30.0, 20.0, 20.0, None, False, None).verdict
     assert "2.5 times as long" in Outcome(1, 50.0, 50.0, 20.0, 20.0, None, False, None).verdict
     assert Outcome(9, 1.0, 2.0, None, None, None, False, None).lines() == ["training took 1 s. With evaluating and saving: 2 s"]
 

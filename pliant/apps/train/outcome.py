@@ -60,7 +60,7 @@ class Outcome:
             return ""
         share = self.seconds / self.full_seconds
         if share > 1:
-            return f"it cost {share - 1:.0%} more time than it saved" if share < 2 else f"it took {share:.1f} times as long"
+            return f"it took {share - 1:.0%} longer" if share < 2 else f"it took {share:.1f} times as long"
         return f"it saved {1 - share:.0%} of the time"
 
 
