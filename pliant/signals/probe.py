@@ -249,13 +249,16 @@ class _Stream:
 
         hooked = self.params if self.ranks.is_alone else {}
         handles = [param.register_post_accumulate_grad_hook(hook(name)) for name, param in hooked.items()]
+        if is_held():  # memory is limited: what an operation frees goes back before the next one runs
+            layers = (one for one in self.model.modules() if not isinstance(one, torch.jit.ScriptModule))
+            handles += [layer.register_forward_pre_hook(lambda *_: give_back()) for layer in layers]
         try:
             with self.around():
                 value = self.loss(self.model, batch)
             self.ranks.each(partial(_check_finite, value.detach()))
             if not value.requires_grad:
                 return
-            if is_held():  # memory is limited: what each node frees goes back before the next one runs
+            if is_held():
                 for node in walk(value):
                     node.register_prehook(lambda *_: give_back())
             scaled = value * self.scale if self.scale != 1.0 else value
