@@ -58,7 +58,7 @@ class Beginning:
         self._undo: Undo | None = None
 
     def waits(self, batch: Any, due: bool, soon: bool, many: int) -> bool:
-        """Whether a selection that is due waits for so many batches to compare. Where it is due, or soon, this one is copied."""
+        """Whether a selection that is due waits for so many batches. Where it is due, or soon, this one is copied."""
         if due or soon:
             self.batches = [*self.batches, map_tensors(batch, lambda tensor: tensor.detach().clone())][-BATCHES:]
         return due and len(self.batches) < many
