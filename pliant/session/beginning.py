@@ -57,11 +57,11 @@ class Beginning:
         self._after: list[torch.Tensor | float] | None = None  # of the selection that is judged
         self._undo: Undo | None = None
 
-    def waits(self, batch: Any, due: bool, soon: bool) -> bool:
-        """Whether a selection that is due waits for more batches to compare. Where it is due, or soon, this one is copied."""
+    def waits(self, batch: Any, due: bool, soon: bool, many: int) -> bool:
+        """Whether a selection that is due waits for so many batches. Where it is due, or soon, this one is copied."""
         if due or soon:
             self.batches = [*self.batches, map_tensors(batch, lambda tensor: tensor.detach().clone())][-BATCHES:]
-        return due and len(self.batches) < BATCHES
+        return due and len(self.batches) < many
 
     def see(self, loss: torch.Tensor | None) -> None:
         """A step is over."""
