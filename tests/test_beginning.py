@@ -102,7 +102,8 @@ def test_a_selection_that_makes_the_loss_rise_is_taken_back(tmp_path: Path) -> N
 
 def test_a_run_that_is_saved_while_it_is_judged_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     data = batches(40)
-    for stop in (10 - BATCHES, 14, 24):  # while the head trains alone, while the selection is judged, while the second try is
+    # While the head trains alone, while batches are collected, while the selection is judged, while the second try is.
+    for stop in (10 - BATCHES, 8, 14, 24):
         with Session(whole := make(), optimizer(whole, 300.0), loss, policy(), total_steps=60) as session:
             for batch in data:
                 session.step(batch)

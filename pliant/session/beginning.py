@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pliant.runtime.batches import map_tensors
+from pliant.runtime.batches import map_tensors, tensors
 from pliant.session.delta import Undo
 
 BATCHES = 5  # that a first selection compares
@@ -51,6 +51,7 @@ class Beginning:
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
+        self._saved: list[list[torch.Tensor]] = []  # the tensors of batches that a saved run had collected
         self.tries = 0  # selections that were taken back
         self.over = False
         self._losses: list[torch.Tensor | float] = []  # of the head alone
@@ -59,6 +60,8 @@ class Beginning:
 
     def waits(self, batch: Any, due: bool, soon: bool, many: int) -> bool:
         """Whether a selection that is due waits for so many batches. Where it is due, or soon, this one is copied."""
+        if self._saved:
+            self.batches, self._saved = [_rebuilt(batch, saved) for saved in self._saved], []
         if due or soon:
             self.batches = [*self.batches, map_tensors(batch, lambda tensor: tensor.detach().clone())][-BATCHES:]
         return due and len(self.batches) < many
@@ -97,19 +100,28 @@ class Beginning:
         self.over, self._losses, self._after, self._undo = True, [], None, None
 
     def state(self) -> dict[str, Any]:
-        """In plain types; batches that were collected are not saved, but collected anew."""
+        """In plain types. Of a batch the tensors are saved; the rest of it is read off the next one."""
         after = None if self._after is None else _read(self._after)
         undo = None if self._undo is None else self._undo.state()
-        return {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after, "undo": undo}
+        held = [list(tensors(batch)) for batch in self.batches] or self._saved
+        losses = _read(self._losses)
+        return {"tries": self.tries, "over": self.over, "losses": losses, "after": after, "undo": undo, "batches": held}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.batches, self.tries, self.over = [], state["tries"], state["over"]
+        self._saved = [list(saved) for saved in state["batches"]]
         self._losses = list(state["losses"])
         self._after = None if state["after"] is None else list(state["after"])
         self._undo = None
         if state["undo"] is not None:
             self._undo = Undo(model, optimizer)
             self._undo.load(state["undo"])
+
+
+def _rebuilt(like: Any, saved: list[torch.Tensor]) -> Any:
+    """A batch of these tensors, built like another one."""
+    held = iter(saved)
+    return map_tensors(like, lambda tensor: next(held).to(tensor.device))
 
 
 def _read(losses: list[torch.Tensor | float]) -> list[Any]:

@@ -72,7 +72,14 @@ _STATE = {
         "frozen": Either(None, [str]),
         "statistics": {"looks": int, "sums": [NUMBER], "replaced": bool, "mean": {str: torch.Tensor}},
     },
-    "beginning": {"tries": int, "over": bool, "losses": [NUMBER], "after": Either(None, [NUMBER]), "undo": _UNDO},
+    "beginning": {
+        "tries": int,
+        "over": bool,
+        "losses": [NUMBER],
+        "after": Either(None, [NUMBER]),
+        "undo": _UNDO,
+        "batches": [[torch.Tensor]],
+    },
     "not_captured": Either(None, str),
     "frozen": [str],
 }
