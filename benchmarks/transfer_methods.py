@@ -17,6 +17,7 @@ Options after a comma change one thing, for ablations:
                        that add up, for any batch norms  alike 0.5        discount of neighbours (`solve.coverage`)
     engine plain       another engine                    norm frozen      another rule for batch norms
     epochs 6           a shorter run                     cache 4          four fixed views per image, and a feature cache
+    head_first 0       share of the run for the head alone
     ramp 0.8-0.2       the share falls from the first    wide 0.4         everything for the first 0.4 of the run, then the
                        step to the last                                   selection
 """
@@ -59,6 +60,7 @@ CHANGES: dict[str, Change] = {
     "alike": lambda policy, word: replace(policy, solver=solve.coverage(float(word))),
     "ramp": lambda policy, word: replace(policy, budget=replace(policy.budget, time=_ramp(word))),
     "wide": lambda policy, word: _wide(policy, float(word)),
+    "head_first": lambda policy, word: replace(policy, head_first=float(word)),
 }
 AROUND = ("engine", "norm", "cache", "epochs")  # options of the run, not of the policy
 
