@@ -594,7 +594,7 @@ class Wide(nn.Module):
 
 
 MEMORY: dict[str, Callable[[Any], Policy]] = {
-    "pliant": lambda memory: on_steady_device(recipes.pliant(memory=memory, when=schedule.every(steps=3))),
+    "pliant": lambda memory: on_steady_device(recipes.pliant(memory=memory, when=schedule.every(steps=3), head_first=0)),
     "knapsack": memory_policy,
     "timed": lambda memory: memory_policy(memory, cost=partial(measure.timed, repeats=1)),
 }
