@@ -20,7 +20,7 @@ class Norms:
         """With several processes nothing is re-estimated by itself: each sees other batches."""
         self._modes, self._ranks = modes, ranks
         self._statistics = modes.statistics()
-        self._behind: tuple[Any, Any, frozenset[str]] | None = None  # what is chosen, of which units; all from the loss to there
+        self._behind: tuple[Any, Any, frozenset[str]] | None = None  # what is chosen, of which units; all up to there
 
     @property
     def has_any(self) -> bool:
