@@ -61,7 +61,7 @@ class Engine:
     ) -> None:
         self._model, self._loss, self._update, self._ranks = model, loss, update, ranks or Ranks()
         self._asked, self._cuda = parse(engine), next(model.parameters()).device.type == "cuda"
-        self._kernels, self._is_plain, self._is_limited = CustomKernels(model), False, False
+        self._kernels, self._is_limited = CustomKernels(model), False
         self.slices: Slices | None = None
         self.features, self.units_are_sliced = features, False  # the latter: whether channels may be chosen
         self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
@@ -111,7 +111,7 @@ class Engine:
             caches=self.caches and not self._no_ids,
             memory_is_limited=self._memory_is_limited,
             captures=has_room and (self.not_captured or self.why_no_capture) is None,
-            custom_kernels=self._kernels_serve,
+            custom_kernels=self._kernels.serve,
             runtime=self._prefix.on_runtime,
         )
         mode = replace(mode, lean=mode.lean and "differentiates" not in self.origin)
@@ -185,7 +185,7 @@ class Engine:
         self._prefix.reasons.clear()  # another boundary may be cached, or run elsewhere
         old, slices = self.slices, Slices(params, parts)
         self.slices = slices if len(slices) else None
-        self._is_plain = not len(slices) and params.keys() <= {part.param for part in parts} and not self._is_limited
+        self._kernels.rest = not self._is_limited and not len(slices) and params.keys() <= {part.param for part in parts}
         self._ends = Ends((params[part.param] for part in parts if part.param not in slices.parts), params.values())
         self.settle()
         if self.slices is not None and old is not None:
@@ -362,12 +362,7 @@ class Engine:
     @property
     def _swaps(self) -> bool:
         """Whether custom kernels replace slow convolutions. Plain and lean steps give PyTorch's gradients to the last bit."""
-        return self.mode.prefix and self.slices is None and self._kernels_serve
-
-    @property
-    def _kernels_serve(self) -> bool:
-        """Not where everything trains and nothing is limited: such steps are PyTorch's, bit for bit."""
-        return self._kernels.serve and not self._is_plain
+        return self.mode.prefix and self.slices is None and self._kernels.serve
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context of a forward pass; call `after` with what it gave when the pass is done."""

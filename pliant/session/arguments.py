@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant.engine.prefix.feature_cache import Features
+from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 
 _ORDER = "Session(model, optimizer, loss, policy)"
@@ -59,6 +61,24 @@ def _check_loss(loss: Any) -> None:
         ) from error
     except ValueError:  # a callable without a signature, as some builtins
         return
+
+
+def features(cache: Any) -> Features | None:
+    """A feature cache from what stands for one."""
+    if isinstance(cache, (str, int)):
+        return Features(cache)
+    if cache is not None and not isinstance(cache, Features):
+        raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
+    return cache
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse a model whose parameters have hooks that a probe would run."""
+    hooked = next((name for name, param in trainable(model).items() if param._post_accumulate_grad_hooks), None)
+    if hooked is not None:
+        raise ValueError(
+            f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would run. Remove it."
+        )
 
 
 def check_alone(model: nn.Module, others: Iterable[nn.Module]) -> None:

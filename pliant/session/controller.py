@@ -54,8 +54,7 @@ class Controller:
         self.policy, self.profile, self.correct = policy, profile, correct
         self.units: tuple[Unit, ...] = ()
         self.selection: Selection | None = None
-        self.drift = Drift()
-        self.feedback = Feedback()
+        self.drift, self.feedback = Drift(), Feedback()
         self._check = check and profile is not None
         self.values: dict[Unit, float] = {}
         self.frozen: Collection[str] = ()  # parameters that may not be chosen
@@ -291,8 +290,7 @@ class Controller:
             return None, None
         if self.feedback.turns is None:
             left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
-            # With a limit on memory there is no room for a full step.
-            in_turn = self._is_share(now) and self.policy.budget.memory is None
+            in_turn = self._is_share(now) and self.policy.budget.memory is None  # else there is no room for a full step
             cost = change_seconds + (Turns.STEPS * self.prices(mode).full.seconds if in_turn else 0.0)
             if not self.feedback.may_correct(asked, cost, left):
                 return None, None

@@ -17,7 +17,6 @@ from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
 from pliant.cost.measure import inference_bytes, power
 from pliant.cost.profile import Profile
-from pliant.engine.around import around_forward
 from pliant.engine.engine import Engine
 from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
@@ -35,6 +34,7 @@ from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
 from pliant.session.full_steps import FullSteps
 from pliant.session.norms import Norms
+from pliant.session.probes import Probes
 from pliant.session.resident import Resident
 from pliant.session.run_log import RunLog
 from pliant.session.stepper import Stepper, StepResult
@@ -65,7 +65,7 @@ class Loop:
         self.params = trainable(model)
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
-        self.steps, self._probe_on = 0, probe
+        self.steps = 0
         self.flags = UserFlags(model, self.params)
         self.beginning = Beginning()
         self.device = next(iter(self.params.values())).device
@@ -74,6 +74,7 @@ class Loop:
         self.resident = Resident(self.device, controller.policy.budget)
         self.stepper = Stepper(engine, [*self.params.values()], update.accumulate, self.laps, self.record, self.check_gradients)
         self._elements = 0  # of the batch whose step is measured
+        self._probes = Probes(model, loss, engine, controller, update, self.ranks, probe)
         self._full_steps = FullSteps(model, loss, self.params, engine, norms, update, self.laps, self.ranks)
         self.change_seconds = 0.0  # what the last change of the selection took
         self._shared_time: tuple[float, float] | None = None  # as it was at the first process when this step began
@@ -313,7 +314,7 @@ class Loop:
             self.note(taken_back[0])
             self.engine.forget()
             self._use(self.controller.shrink(self.progress, self.engine.mode, taken_back[1]), start)
-        wants = self.policy.signal.needs == "batches" and self._probe_on is None and self.budget.memory is None
+        wants = self.policy.signal.needs == "batches" and self._probes.on is None and self.budget.memory is None
         if wants and self.beginning.waits(batch, *self.controller.is_due_or_soon(self.progress, BATCHES)):
             return
         try:
@@ -333,32 +334,12 @@ class Loop:
             self._use(selection, start)
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
-        self.engine.make_room()
-        pieces = self._probe_on
-        if self.policy.signal.needs == "batches":  # norms run as if everything trained
+        agree = self.policy.signal.needs == "batches"
+        if agree:  # norms run as if everything trained
             self._hold_norms(self.params)
-            pieces = self.beginning.batches if pieces is None and self.beginning.batches else pieces
         else:  # norms run as they do now; before anything is chosen, as if the head alone were
             self._hold_norms(self.selection.params if self.controller.selection is not None else set(self.profile.head))
-        piece = next(iter(pieces), batch) if pieces is not None else batch
-        values = signals.probe(
-            self.policy.signal,
-            self.model,
-            self.engine.optimizer,
-            self.loss,
-            batch,
-            self.controller.units,
-            scale=self.update.scaler.get_scale() if self.update.scaler is not None else 1.0,
-            seed=self.policy.seed,
-            round=round,
-            windows=self.controller.windows(self.progress, self.engine.mode, piece),
-            around=partial(around_forward, self.engine.mode),
-            pieces=pieces,
-            freeze=self.freezes,
-            ranks=self.ranks,
-        )
-        self.engine.make_room()  # what lasts, like optimizer state, should not lie among what a probe has freed
-        return values
+        return self._probes.values(batch, self.beginning.batches if agree else (), round, self.progress, self.freezes)
 
     def _use(self, selection: Selection, start: Any) -> None:
         """Apply a selection: everything that can fail comes before the first change."""

@@ -17,7 +17,6 @@ from pliant.cost.measure import timed
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
 from pliant.engine.prefix.feature_cache import Features
-from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
@@ -105,28 +104,18 @@ class Session:
         Selections then depend on measurements; without it, on the profile and the seed alone.
         """
         arguments.check(model, optimizer, loss, policy)
-        if isinstance(cache, (str, int)):
-            cache = Features(cache)
-        if cache is not None and not isinstance(cache, Features):
-            raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
+        features = arguments.features(cache)
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
         changes.check_processes(ranks, policy.budget, policy.cost is timed and profile is None)
         if model in _OPEN and (earlier := _OPEN[model]()) is not None:
             earlier.close()
-        arguments.check_alone(
-            model, [other for other, one in _OPEN.items() if (held := one()) is not None and not held._closed]
-        )
-        hooked = next((name for name, p in trainable(model).items() if p._post_accumulate_grad_hooks), None)
-        if hooked is not None:
-            raise ValueError(
-                f"{hooked!r} has a post-accumulate-grad hook (an optimizer inside backward?), which a probe would run. "
-                f"Remove it."
-            )
+        arguments.check_alone(model, [one for one, held in _OPEN.items() if (its := held()) is not None and not its._closed])
+        arguments.check_hooks(model)
         known = ranks.first(lambda: Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile)
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
-        self._engine = Engine(model, loss, optimizer, self.update, engine, cache, prefix_dtype, ranks)
+        self._engine = Engine(model, loss, optimizer, self.update, engine, features, prefix_dtype, ranks)
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
         self._undo = Undo(model, optimizer) if undo and not ranks.shards else None
@@ -271,17 +260,15 @@ class Session:
 
     @without_dynamo
     def before_step(self, batch: Any, *, method: str = "forward", batches: int | None = None) -> None:
-        """Measure (once), choose again (when due) and apply; your own forward, backward and optimizer step follow.
-
-        Call it once per optimizer step, before its first batch. `method` is the model's that runs your forward pass. `batches`
-        is how many this step takes: if not `accumulate`, its time says nothing about other steps.
+        """Measure (once), choose again (when due) and apply; your own forward, backward and optimizer step follow. Call it once
+        per optimizer step, before its first batch. `method` is the model's that runs your forward pass. `batches` is how many
+        this step takes: if not `accumulate`, its time says nothing about other steps.
         """
         self._check_open()
         own_loop.before_step(self._loop, batch, method, batches)
 
     def check_gradients(self) -> None:
-        """An error where the processes of a DDP hold different gradients. Called by itself before an optimizer step; where the
-        optimizer runs backward in a closure, call it in there."""
+        """Raise if processes of a DDP hold different gradients. Steps do it themselves; closures of optimizers must call it."""
         self._loop.check_gradients()
 
     @without_dynamo
@@ -327,7 +314,7 @@ class Session:
     def compute(self, function: Loss, batch: Any, ids: Any = None) -> torch.Tensor:
         """function(model, batch), detached, from the same cached features as steps: to inspect training between steps."""
         self._check_open()
-        if not self._engine.caches:
+        if not self.caches:
             with torch.no_grad():
                 return function(self.model, batch)
         return self._engine.compute(function, batch, ids_of(batch) if ids is None else ids)

@@ -35,9 +35,14 @@ class CustomKernels:
 
     def __init__(self, model: nn.Module) -> None:
         on_cpu = next(model.parameters()).device.type == "cpu"
-        self.serve = on_cpu and is_slow_here(model)
+        self._exist = on_cpu and is_slow_here(model)
+        self.rest = False  # where everything trains and nothing is limited: such steps are PyTorch's, bit for bit
         self.reasons: dict[str, str] = {}
         self._is_checked = arm.SLOW_HERE  # those keep the layout of every tensor
+
+    @property
+    def serve(self) -> bool:
+        return self._exist and not self.rest
 
     def are_right(self, model: nn.Module, loss: Loss, batch: Any) -> bool:
         """Try them once, without a trace: code that relies on the layout of tensors may fail channels-last, or differ."""
@@ -52,10 +57,10 @@ class CustomKernels:
                     ours = loss(model, batch)
             except Exception as error:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                self.serve, self.reasons["kernels"] = False, f"the forward pass fails with channels-last tensors: {why}"
+                self._exist, self.reasons["kernels"] = False, f"the forward pass fails with channels-last tensors: {why}"
                 return False
         if not torch.allclose(ours, plain, rtol=_NEAR, atol=_NEAR, equal_nan=True):
-            self.serve, self.reasons["kernels"] = False, "the loss differs with channels-last tensors"
+            self._exist, self.reasons["kernels"] = False, "the loss differs with channels-last tensors"
         return self.serve
 
 
