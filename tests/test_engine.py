@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,11 @@ def own_step(session: Session, model: nn.Module, optimizer: torch.optim.Optimize
     return value.detach()
 
 
+def begun_twice() -> Any:
+    """A step begins though the last one never came: that is said once."""
+    return pytest.warns(UserWarning, match="before_step was called twice")
+
+
 WAYS = [("lean", None), ("lean", "out"), ("lean", "in"), ("plain", "out"), ("plain", "in")]
 ways = pytest.mark.parametrize(("engine", "axis"), WAYS, ids=[f"{e}, {a or 'whole'}" for e, a in WAYS])
 
@@ -244,7 +250,8 @@ def test_a_callers_forward_that_raises_leaves_nothing_behind(engine: str, axis: 
         broken[0] = False
         if error is ZeroDivisionError:
             assert hooks_of(model, optimizer)[2:] == between[2:], "modes and groups at once"
-        own_step(session, model, optimizer, data()[2])  # and one may go on
+        with begun_twice():
+            own_step(session, model, optimizer, data()[2])  # and one may go on
         assert hooks_of(model, optimizer) == between
         session.before_step(data()[1])
         broken[0] = True
@@ -287,7 +294,8 @@ def test_a_step_that_never_comes_leaves_nothing_behind(engine: str, axis: str | 
             if skips:
                 session.before_step(data()[1])
                 classify(model, data()[1]).backward()
-            own_step(session, model, optimizer, data()[2])
+            with begun_twice() if skips else nullcontext():
+                own_step(session, model, optimizer, data()[2])
             if skips:
                 session.before_step(data()[3])
         assert flags_of(model) == found
@@ -586,7 +594,7 @@ class Wide(nn.Module):
 
 
 MEMORY: dict[str, Callable[[Any], Policy]] = {
-    "pliant": lambda memory: on_steady_device(recipes.pliant(memory=memory, when=schedule.every(steps=3))),
+    "pliant": lambda memory: on_steady_device(recipes.pliant(memory=memory, when=schedule.every(steps=3), head_first=0)),
     "knapsack": memory_policy,
     "timed": lambda memory: memory_policy(memory, cost=partial(measure.timed, repeats=1)),
 }

@@ -735,13 +735,13 @@ def test_the_fastest_of_several_passes_counts(monkeypatch: pytest.MonkeyPatch) -
 def test_work_that_no_hook_sees_is_spread_over_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A microsecond per MAC, and ten per node that are spent where no hook looks: whole steps tell."""
     model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
-    clock, backward = Clock(lambda *op: products(*op) * 1e-6), Update.backward
+    clock, backward = Clock(lambda *op: products(*op) * 1e-6), Update.gradients
 
-    def unseen(self: Update, value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    def unseen(self: Update, value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> Any:
         clock.now += 10e-6 * len(walk(value))
-        backward(self, value, inputs)
+        return backward(self, value, inputs)
 
-    monkeypatch.setattr(Update, "backward", unseen)
+    monkeypatch.setattr(Update, "gradients", unseen)
     with on_clock(monkeypatch, clock):
         profile = measure.timed(model, sgd(model), mean_square, x, repeats=1)
     nodes = {("1.bias",): 3, ("0.weight",): 6, profile.params: 6}  # mean, square, two products, a transpose each

@@ -114,7 +114,7 @@ def test_a_probe_without_a_finite_gradient_is_none() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with (
-        Session(model, optimizer, loss, recipes.pliant(macs=1.0), engine="plain") as session,
+        Session(model, optimizer, loss, recipes.pliant(macs=1.0, head_first=0), engine="plain") as session,
         pytest.raises(ProbeError, match="finite, but no gradient is"),
     ):
         session.step(BAD)

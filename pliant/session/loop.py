@@ -289,7 +289,9 @@ class Loop:
             self.ranks.check_gradients(self.params, self.selection.params)
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
-        self.norms.hold_(self.params, chosen, self.budget != Budget(), self.controller.units)
+        # A norm that goes along keeps its input for backward: where memory is limited only chosen ones may.
+        units = self.controller.units if self.budget.memory is None else ()
+        self.norms.hold_(self.params, chosen, self.budget != Budget(), units)
 
     # ------------------------------------------------------------ choosing
 

@@ -20,7 +20,7 @@ class Norms:
         """With several processes nothing is re-estimated by itself: each sees other batches."""
         self._modes, self._ranks = modes, ranks
         self._statistics = modes.statistics()
-        self._behind: tuple[Collection[str], frozenset[str]] | None = None  # what is chosen, and all up to there from the loss
+        self._behind: tuple[Any, Any, frozenset[str]] | None = None  # what is chosen, of which units; all up to there
 
     @property
     def has_any(self) -> bool:
@@ -55,12 +55,12 @@ class Norms:
         return f"norm statistics were re-estimated over {self._statistics.estimate_(runs)} given batches"
 
     def hold_(self, params: Collection[str], chosen: Collection[str], limited: bool, units: Sequence[Unit]) -> None:
-        """Set every norm's mode for this choice. Units come in order, nearest the loss first."""
-        if self._behind is None or self._behind[0] is not chosen:
+        """Set every norm's mode for this choice. Units come in order, nearest the loss first; of none no norm goes along."""
+        if self._behind is None or self._behind[0] is not chosen or self._behind[1] is not units:
             order = [param for unit in units for param in unit.params]
             last = max((place for place, param in enumerate(order) if param in chosen), default=-1)
-            self._behind = chosen, frozenset(order[: last + 1])
-        self._modes.hold_(params, chosen, limited, self._behind[1])
+            self._behind = chosen, units, frozenset(order[: last + 1])
+        self._modes.hold_(params, chosen, limited, self._behind[2])
 
     def release_(self) -> None:
         """Give every norm the mode that the user wants."""
