@@ -255,7 +255,7 @@ def test_with_a_time_budget_a_resumed_run_differs_by_nothing_but_what_steps_take
     """On a device that takes as long for every step, it ends like one that was not stopped, corrections and all."""
 
     def steady(time: Any, seed: int) -> Any:
-        return on_steady_device(recipes.pliant(time=time, seed=seed, when=schedule.every(steps=25)))
+        return on_steady_device(recipes.pliant(time=time, seed=seed, when=schedule.every(steps=25), head_first=0))
 
     monkeypatch.setitem(task.RECIPES, "pliant", steady)
     monkeypatch.setattr("pliant.runtime.clock.Laps.seconds", lambda laps, span: 2e-3)
