@@ -39,7 +39,7 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 def policy(time: float = 0.7) -> Policy:
-    return on_steady_device(recipes.pliant(time=time, memory=0.9, when=schedule.every(steps=3)))
+    return on_steady_device(recipes.pliant(time=time, memory=0.9, when=schedule.every(steps=3), head_first=0))
 
 
 def opened(log: Path, which: Policy | None = None) -> Session:

@@ -122,7 +122,7 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_session_with_a_memory_budget_returns_memory_until_it_is_closed(libc: Libc) -> None:
-    with session(memory="1MB") as open_session:
+    with session(memory="1MB", head_first=0) as open_session:  # a probe, too
         assert libc.set == SMALL
         open_session.budget = Budget()
         assert libc.set == USUAL, "no longer limited"

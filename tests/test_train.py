@@ -249,13 +249,15 @@ def test_a_resumed_run_measures_no_costs_and_goes_on_with_those_of_the_killed_on
     assert now == then
 
 
+@pytest.mark.parametrize(("head_first", "corrects"), [(0.0, True), (0.1, False)])  # the head alone cannot be smaller
 def test_with_a_time_budget_a_resumed_run_differs_by_nothing_but_what_steps_take(
-    monkeypatch: pytest.MonkeyPatch,
+    head_first: float, corrects: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that takes as long for every step, it ends like one that was not stopped, corrections and all."""
 
     def steady(time: Any, seed: int) -> Any:
-        return on_steady_device(recipes.pliant(time=time, seed=seed, when=schedule.every(steps=25)))
+        when = schedule.every(steps=25)
+        return on_steady_device(recipes.pliant(time=time, seed=seed, when=when, head_first=head_first))
 
     monkeypatch.setitem(task.RECIPES, "pliant", steady)
     monkeypatch.setattr("pliant.runtime.clock.Laps.seconds", lambda laps, span: 2e-3)
@@ -266,7 +268,7 @@ def test_with_a_time_budget_a_resumed_run_differs_by_nothing_but_what_steps_take
         train(Options(**options, out="cut"), at_step(23, power_cut))
     assert train(resumed("cut")).rounds == whole.rounds
     numbers = [one["number"] for one in whole.rounds]
-    assert len(set(numbers)) > 1 and len(numbers) > len(set(numbers))  # chosen anew, and corrected in between
+    assert len(set(numbers)) > 1 and (len(numbers) > len(set(numbers))) == corrects  # chosen anew, and corrected in between
     assert same(weights("cut"), weights("whole"))
 
 

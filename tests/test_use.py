@@ -127,7 +127,9 @@ def test_images_in_a_table_with_splits_and_the_accuracy_of_the_log() -> None:
     write_images()
     rows = [(f"photos/{name}/{i}.png", name, "val" if i > 3 else "train") for name in ("dark", "light") for i in range(6)]
     write_table("list.csv", [("file", "label", "split"), *rows])
-    shown = run(["train", "--data", "list.csv", "--model", tiny.MODEL, "--out", "run", *FLAGS, "--size", "8", "--scratch"])
+    shown = run(
+        ["train", "--data", "list.csv", "--model", tiny.MODEL, "--out", "run", *FLAGS, "--size=8", "--scratch", "--recipe=full"]
+    )
     assert shown.exit_code == 0, shown.output
     lines = list(run_log.read("run/run.jsonl"))
     summary = next(line for line in lines if line["event"] == "summary")
