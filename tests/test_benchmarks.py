@@ -188,7 +188,7 @@ def test_every_method_and_every_option_of_an_ablation_is_a_policy() -> None:
     import transfer_methods
 
     values = {"units": "tensors", "signal": "fisher", "cost": "counted", "solver": "greedy", "every": "10", "state": "drop"}
-    values |= {"memory": "2MB", "power": "1", "alike": "0.5", "ramp": "0.8-0.2", "wide": "0.4"}
+    values |= {"memory": "2MB", "power": "1", "alike": "0.5", "ramp": "0.8-0.2", "wide": "0.4", "head_first": "0"}
     assert values.keys() == transfer_methods.CHANGES.keys()
     changed = [f"pliant 0.5, {word} {value}" for word, value in values.items()]
     for name in (*transfer_methods.MAIN, *changed, "pliant 0.5, solver dense"):
