@@ -271,4 +271,9 @@ def run(folder: Path) -> list[Any]:
     except mp.ProcessExitedException as error:
         told = [torch.load(file, weights_only=False) for file in folder.glob("rank*.pt")]
         raise RuntimeError("\n".join(str(one) for one in told if isinstance(one, str))) from error
+    return found(folder)
+
+
+def found(folder: Path) -> list[Any]:
+    """The same, once they have run."""
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(WORLD)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,20 @@ from typing import Any
 import processes
 import pytest
 import torch
+from filelock import FileLock
 from processes import RECIPES, ROWS, STEPS
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each process found."""
-    return processes.run(tmp_path_factory.mktemp("processes"))
+    """What each process found. Workers of one test run share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "processes"
+    with FileLock(f"{folder}.lock"):
+        if folder.exists():
+            return processes.found(folder)
+        folder.mkdir()
+        return processes.run(folder)
 
 
 @cache
