@@ -54,15 +54,15 @@ class Phase:
 def working(console: Console) -> Iterator[None]:
     """Shows what long computations inside tell of themselves, and their notes.
 
-    On a terminal this is one line that is removed in the end. Elsewhere it is a line every ten seconds, for what takes more
-    than two.
+    On a terminal that can redraw, this is one line that is removed in the end. Elsewhere it is a line every ten seconds, for
+    what takes more than two.
     """
     phase = Phase()
 
     def note(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         with listening(Listener(lines(console, phase), note)):
             yield
         return

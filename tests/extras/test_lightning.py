@@ -116,7 +116,8 @@ def test_a_run_that_was_killed_goes_on_with_the_same_selection(name: str, tmp_pa
     again, second = fitted(POLICIES[name](), tmp_path / "again", without_dropout(), resume=str(cut))
     assert same(whole, again)
     assert first.session.selection.units == second.session.selection.units
-    assert first.session.selection.round == second.session.selection.round == 3
+    rounds = {"pliant": 2}.get(name, 3)  # the default compares several batches before it chooses
+    assert first.session.selection.round == second.session.selection.round == rounds
 
 
 @pytest.mark.parametrize("engine", ["lean", "prefix"])
