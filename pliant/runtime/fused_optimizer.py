@@ -49,9 +49,11 @@ def _can_fuse(optimizer: optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if param.grad is not None]
         states = [optimizer.state.get(param, {}) for param in params]
-        if not all(_is_plain(param) and _is_plain(param.grad) for param in params):
-            return False
-        if not all(_is_plain(held) for state in states for held in state.values() if isinstance(held, torch.Tensor)):
+        held = [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
+        if not all(  # a kernel reads the memory of each in order; written out, since this runs in every step
+            one.is_cpu and one.dtype is torch.float32 and one.layout is torch.strided and one.is_contiguous()
+            for one in (*params, *(param.grad for param in params), *held)
+        ):
             return False
         if group.get("dampening") and len({state.get("momentum_buffer") is None for state in states}) > 1:
             return False  # the kernel takes the momenta of all, or of none; see `optimizer_step.even_out_`
@@ -63,9 +65,3 @@ def _is_open(group: dict[str, Any]) -> bool:
     asked = [group.get("fused", False), group.get("foreach", False)]
     special = group.get("differentiable") or group.get("capturable") or isinstance(group["lr"], torch.Tensor)
     return asked == [None, None] and not special
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a kernel that reads memory in order may read this tensor."""
-    kind = tensor.device.type, tensor.dtype, tensor.layout
-    return kind == ("cpu", torch.float32, torch.strided) and tensor.is_contiguous()
