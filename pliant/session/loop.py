@@ -335,9 +335,9 @@ class Loop:
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         agree = self.policy.signal.needs == "batches"
-        if agree:  # norms run as if everything trained
+        if agree and self.budget.memory is None:  # norms run as if everything trained
             self._hold_norms(self.params)
-        else:  # norms run as they do now; before anything is chosen, as if the head alone were
+        else:  # norms run as they do now, and keep nothing; before anything is chosen, as if the head alone were
             self._hold_norms(self.selection.params if self.controller.selection is not None else set(self.profile.head))
         return self._probes.values(batch, self.beginning.batches if agree else (), round, self.progress, self.freezes)
 
