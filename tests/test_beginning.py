@@ -14,7 +14,7 @@ from oracle import differences, snapshot
 from torch import nn
 
 from pliant import Budget, Session, measure, recipes, score
-from pliant.session.beginning import BATCHES, Beginning, expected, length
+from pliant.session.beginning import BATCHES, Beginning, length
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,14 +59,6 @@ def test_the_head_has_a_tenth_of_the_run_but_ten_steps_or_a_quarter() -> None:
         recipes.pliant(head_first=1.0)
 
 
-def test_a_curve_goes_on_as_a_power_of_steps() -> None:
-    curve = [(step + 0.5) ** -0.7 for step in range(4000)]
-    assert expected(curve[:1000], 3) == pytest.approx(sum(curve[1500:2000]) / 500, rel=0.03)
-    assert expected(curve[:1000], 5) == pytest.approx(sum(curve[2500:3000]) / 500, rel=0.05)
-    assert expected([2.0] * 5 + [3.0] * 5, 3) == 3.0  # one that does not fall
-    assert expected([-1.0, -2.0], 3) == -2.0  # of numbers below zero it only says that they go no higher
-
-
 def test_the_head_trains_first_then_layers_are_chosen(tmp_path: Path) -> None:
     model, log = make(), tmp_path / "run.jsonl"
     start = {name: p.clone() for name, p in model.named_parameters()}
@@ -104,13 +96,13 @@ def test_a_selection_that_makes_the_loss_rise_is_taken_back(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("after", "taken_back"),
     [
-        ([2.0] * 5 + [1.5] * 5 + [0.4] * 5, None),  # it rises as features change, and falls below the head's curve
-        ([0.9] * 5 + [0.4] * 5, None),
-        ([2.0] * 5 + [1.9] * 5 + [1.9] * 5, 15),  # above the curve, and no longer falling
-        ([1.0] * 5 + [2.0] * 5, 10),
+        ([0.9] * 10, None),
+        ([2.0] * 5 + [0.9] * 5, None),  # it rises as features change, and falls below where the head was
+        ([0.5] * 5 + [2.0] * 5, 10),
+        ([1.0] * 10, 10),
     ],
 )
-def test_a_loss_above_the_heads_curve_is_given_time_while_it_falls(after: list[float], taken_back: int | None) -> None:
+def test_the_loss_must_come_below_where_the_head_had_brought_it(after: list[float], taken_back: int | None) -> None:
     model = make()
     steps, begins = optimizer(model), Beginning()
     for value in [2.0] * 5 + [1.0] * 5:
