@@ -31,8 +31,8 @@ class BatchNormModes:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
 
     A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" all do where
-    batches are too small for good statistics (`settle_`), unless training is plain. The user's wish is the mode of the module where that is not the one set here, or the mode that
-    the whole model was switched to.
+    batches are too small for good statistics (`settle_`), unless training is plain. The user's wish is the mode of the module
+    where that is not the one set here, or the mode that the whole model was switched to.
     """
 
     model: nn.Module
