@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pliant.integrations.flower import windows
-from pliant.integrations.flower.messages import Ability, Task
+from pliant.integrations.flower.messages import Ability, Choice, Task
 
 
 @dataclass(frozen=True)
@@ -139,20 +139,25 @@ def fedel(beta: float = 0.6, stop: bool = False) -> Method:
     return method
 
 
-def pliant(beta: float = 0.0) -> Method:
-    """Ours: each client trains the layers of most value in a whole round, in fewer steps where the deadline is near.
+def pliant() -> Method:
+    """Ours: everything in as many steps as fit, then steps that train the layers of most value that fit into the time left.
 
-    Values are the fleet's alone by default (`beta` = 0), so no client spends its time on a probe once there are any.
+    Values are the fleet's, so no client spends its time on a probe. A device that is too slow for one full step trains the
+    layers of most value in every step.
     """
+    return _each(partial(_by_value, choose="pace"))
 
-    def asked(now: Situation, client: str, able: Ability) -> Task:
-        seed = now.seed_of(client)
-        if able.round <= now.deadline * (1 + 1e-9):
-            return Task(able.steps, now.deadline, stretch=True, seed=seed)
-        task = Task(able.steps, now.deadline, choose="pace", stretch=True, seed=seed)
-        return replace(task, importance=now.importance, beta=beta) if now.importance else task
 
-    return _each(asked)
+def by_worth() -> Method:
+    """Each client trains the layers of most value in a whole round, in fewer steps where the deadline is near."""
+    return _each(partial(_by_value, choose="worth"))
+
+
+def _by_value(now: Situation, client: str, able: Ability, choose: Choice) -> Task:
+    task = Task(able.steps, now.deadline, seed=now.seed_of(client))
+    if able.round <= now.deadline * (1 + 1e-9) or not now.importance:
+        return task
+    return replace(task, choose=choose, importance=now.importance, beta=0.0)
 
 
 def exact_windows(beta: float = 0.6) -> Method:
@@ -188,5 +193,6 @@ METHODS: dict[str, Callable[[], Method]] = {
     "fedel": fedel,
     "fedel_stopped": partial(fedel, stop=True),
     "exact_windows": exact_windows,
+    "by_worth": by_worth,
     "pliant": pliant,
 }
