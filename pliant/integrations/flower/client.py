@@ -148,7 +148,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     profiles = profiles if profiles is not None else Profiles()
     loss = local.loss_of(task.exit)
     profile = profiles.of(local, task.exit)
-    probes = task.choose in ("pace", "worth", "layers", "tensors") and _needs_probe(task)
+    probes = task.choose in ("layers", "tensors") and _needs_probe(task)
     if probes and task.seconds is not None and task.stop and profile.full.seconds + _least(profile) > task.seconds:
         task, probes = replace(task, choose="last"), False
     steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
@@ -224,6 +224,8 @@ def _policy(local: Local, task: Task, profile: Profile, each: float | None, pace
         return replace(recipes.only(*params, *head), budget=Budget(memory=task.memory)) if task.params else recipes.full()
     budget = Budget(time=Absolute(each) if each is not None else None, memory=task.memory)
     gain = blended(signals.update_gain(), task.importance, task.beta)
+    if task.choose in ("pace", "worth"):  # never a probe: it may take as long as all the steps
+        gain = blended(gain, task.importance, 0.0) if task.importance else signals.nearness()
     once, include = schedule.once(), (*params, *head)
     if task.choose == "layers":
         return Policy(units.layers(include), gain, timed, solve.milp(), once, budget, seed=task.seed, name="fleet_layers")

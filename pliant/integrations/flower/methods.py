@@ -142,8 +142,8 @@ def fedel(beta: float = 0.6, stop: bool = False) -> Method:
 def pliant() -> Method:
     """Ours: everything in as many steps as fit, then steps that train the layers of most value that fit into the time left.
 
-    Values are the fleet's, so no client spends its time on a probe. A device that is too slow for one full step trains the
-    layers of most value in every step.
+    Values are the fleet's, so no client spends its time on a probe; in the first round, the last layers count most. A device
+    that is too slow for one full step trains the layers of most value in every step.
     """
     return _each(partial(_by_value, choose="pace"))
 
@@ -155,7 +155,7 @@ def by_worth() -> Method:
 
 def _by_value(now: Situation, client: str, able: Ability, choose: Choice) -> Task:
     task = Task(able.steps, now.deadline, seed=now.seed_of(client))
-    if able.round <= now.deadline * (1 + 1e-9) or not now.importance:
+    if able.round <= now.deadline * (1 + 1e-9):
         return task
     return replace(task, choose=choose, importance=now.importance, beta=0.0)
 
