@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from oracle import on_steady_device
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,8 +90,9 @@ def train(name: str, kind: str, rank: int | None, steps: int = STEPS, accumulate
     profile = None
     if kind == "fsdp":  # seconds are measured before parameters are spread
         profile = policy.cost(model, adamw(model), loss, batch_no(0, rank))
-        fully_shard(model.blocks[0])
-        fully_shard(model)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # where there is a GPU, it would be that
+        fully_shard(model.blocks[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
     given: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if kind == "ddp" else model
     chosen = []
     options: dict[str, Any] = {"correct": False, "engine": "plain", "accumulate": accumulate, "profile": profile}
@@ -217,7 +219,7 @@ def wrong_uses(rank: int) -> dict[str, tuple[str, bool]]:
 
     def sharded(policy: Policy) -> Callable[[nn.Module], None]:
         def attempt(model: nn.Module) -> None:
-            fully_shard(model)
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
             one_step(model, policy, model, rank)
 
         return attempt

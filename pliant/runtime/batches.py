@@ -75,6 +75,17 @@ def part(batch: Any, samples: int) -> Any:
     return map_tensors(batch, lambda tensor: tensor[:samples] if tensor.dim() > 0 else tensor)
 
 
+def mismatched(batch: Any) -> Any | None:
+    """The same samples, each with the label of another: the first tensor is shifted by one sample, the others stay.
+
+    None where a batch has a single tensor, or a single sample.
+    """
+    found = list(tensors(batch))
+    if len(found) < 2 or found[0].dim() == 0 or len(found[0]) < 2:
+        return None
+    return map_tensors(batch, lambda tensor: tensor.roll(1, 0) if tensor is found[0] else tensor)
+
+
 def check_not_empty(batch: Any) -> None:
     """Refuse a batch without samples."""
     if size(batch) == 0:

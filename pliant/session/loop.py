@@ -153,7 +153,7 @@ class Loop:
         self._heed_flags()
         try:
             with self.time.not_training("profiling"):
-                notes = self.norms.look(partial(self.loss, self.model, batch), self.controller.profile)
+                notes = self.norms.look(partial(self.loss, self.model), batch, self.controller.profile)
             if not self.controller.units:
                 self._measure(batch, around)
             for note in notes:
@@ -289,9 +289,7 @@ class Loop:
             self.ranks.check_gradients(self.params, self.selection.params)
 
     def _hold_norms(self, chosen: Collection[str]) -> None:
-        # A norm that goes along keeps its input for backward: where memory is limited only chosen ones may.
-        units = self.controller.units if self.budget.memory is None else ()
-        self.norms.hold_(self.params, chosen, self.budget != Budget(), units)
+        self.norms.hold_(self.params, chosen, self.budget != Budget())
 
     # ------------------------------------------------------------ choosing
 
