@@ -154,7 +154,8 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
     pace = Pace(task.seconds if task.seconds is not None else float("inf"), lambda units: profile.cost(units).seconds)
     policy = _policy(local, task, profile, each, pace)
-    losses, planned, chosen = [], 0.0, set[str]()
+    losses: list[torch.Tensor] = []
+    planned, chosen = 0.0, set[str]()
     with Session(
         local.model,
         local.optimizer,
