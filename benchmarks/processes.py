@@ -36,6 +36,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -97,9 +98,10 @@ def train(name: str, kind: str, rank: int | None, steps: int, profile: Path) -> 
     """The weights after a run, and how many different selections there were."""
     model, policy = net().double(), RECIPES[name]()
     if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model[1:-1]:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     given: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if kind == "ddp" else model
     known = profile if policy.cost is measure.timed else None
     seen = set()

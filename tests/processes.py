@@ -19,19 +19,20 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from oracle import on_steady_device
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pliant import Policy, Session, recipes, schedule
 
-WORLD, STEPS, EVERY, SAMPLES = 2, 50, 5, 8  # samples: of the global batch
+WORLD, STEPS, EVERY, SAMPLES = 2, 24, 3, 8  # samples: of the global batch
 OFTEN = schedule.every(steps=EVERY)
 RECIPES: dict[str, Callable[[], Policy]] = {
     "full": recipes.full,
     "only": lambda: recipes.only("*1.*", "head*"),
     "last": lambda: recipes.last(time=0.7),
     "pliant": lambda: recipes.pliant(time=0.7, when=OFTEN, head_first=0),
-    "elastic_trainer": lambda: recipes.elastic_trainer(time=0.6, when=OFTEN),
+    "elastic_trainer": lambda: recipes.elastic_trainer(time=0.65, when=OFTEN),
     "lisa": lambda: recipes.lisa(layers=1, steps=EVERY),
     "tinytrain": lambda: recipes.tinytrain(memory=None, macs=0.65, when=OFTEN),  # channels, which DDP does not know
 }
@@ -74,7 +75,7 @@ def batch_no(step: int, rank: int | None = None) -> Any:
     """The global batch of a step, or a rank's share of it."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator)
-    y = (x.roll(step // 10, dims=1)[:, :3] * (1 + step // 5)).argmax(1)  # what is to be learned changes, and so do choices
+    y = (x.roll(step // 6, dims=1)[:, :3] * (1 + step // 3)).argmax(1)  # what is to be learned changes, and so do choices
     share = slice(None) if rank is None else slice(rank * SAMPLES // WORLD, (rank + 1) * SAMPLES // WORLD)
     return x[share], y[share]
 
@@ -89,8 +90,9 @@ def train(name: str, kind: str, rank: int | None, steps: int = STEPS, accumulate
     profile = None
     if kind == "fsdp":  # seconds are measured before parameters are spread
         profile = policy.cost(model, adamw(model), loss, batch_no(0, rank))
-        fully_shard(model.blocks[0])
-        fully_shard(model)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # where there is a GPU, it would be that
+        fully_shard(model.blocks[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
     given: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if kind == "ddp" else model
     chosen = []
     options: dict[str, Any] = {"correct": False, "engine": "plain", "accumulate": accumulate, "profile": profile}
@@ -217,7 +219,7 @@ def wrong_uses(rank: int) -> dict[str, tuple[str, bool]]:
 
     def sharded(policy: Policy) -> Callable[[nn.Module], None]:
         def attempt(model: nn.Module) -> None:
-            fully_shard(model)
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
             one_step(model, policy, model, rank)
 
         return attempt

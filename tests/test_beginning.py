@@ -136,7 +136,7 @@ def test_agreement_is_what_pairs_of_batches_agree_on_relative_to_the_weights() -
         assert mean == pytest.approx(float(sum(pairs)) / 6)
         error = ((weights * (turns - mean) ** 2).sum() / 2 / 6).sqrt()
         size = sum(float(p.detach().square().sum()) for p in params)
-        assert found[unit] == pytest.approx(float((mean - error) / size), rel=1e-4)
+        assert found[unit] == pytest.approx(float((mean - 2 * error) / size), rel=1e-4)
 
 
 def test_agreement_of_one_batch_is_its_squared_gradient() -> None:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from pliant import PliantError
+from pliant.apps.data.errors import DataError
 from pliant.apps.data.images import ImageError, ImageSet, folder, loose, packed
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -80,7 +81,7 @@ def test_images_are_upright_and_on_white(tmp_path: Path) -> None:
 
 
 def refused(path: Path) -> str:
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(DataError) as caught:
         folder(path, 8)
     assert isinstance(caught.value, PliantError)
     return str(caught.value)
@@ -89,7 +90,7 @@ def refused(path: Path) -> str:
 def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
     assert "not there" in refused(tmp_path / "nowhere")
     assert "is a file" in refused(write(tmp_path / "file.png"))
-    assert "but 1 images" in refused(tmp_path)
+    assert "but 1 files" in refused(tmp_path)
     write(tmp_path / "cat" / "0.png")
     (tmp_path / "dog").mkdir()
     assert "the class 'dog' is empty" in refused(tmp_path)

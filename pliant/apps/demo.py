@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
-from pliant import signals as score
 from pliant.apps import data
 from pliant.apps.models import efficientnet_lite0
 from pliant.apps.tasks import judge, loss
@@ -130,9 +129,7 @@ def _elastic(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, share: float, on_step: OnStep
 ) -> tuple[float, int, str]:
     trained: Counter[str] = Counter()
-    # Digits are far from ImageNet: there the default stays with the head (docs/limits.md), and update gain finds the layers.
-    recipe = replace(recipes.pliant(time=share, head_first=0), signal=score.update_gain(), norm="chosen")
-    with Session(model, optimizer, loss, recipe, clip=CLIP, total_steps=len(batches)) as session:
+    with Session(model, optimizer, loss, recipes.pliant(time=share), clip=CLIP, total_steps=len(batches)) as session:
         for batch in batches:
             on_step(session.step(batch))
             trained.update(unit.name for unit in session.selection.units)

@@ -1,10 +1,9 @@
-"""From names to objects: the model, the data, the recipe and the session that the options of the command describe."""
+"""From names to objects: the model, the data and the recipe that the options of the command describe."""
 
 from __future__ import annotations
 
 import inspect
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from pliant.apps import data, models
 from pliant.apps.augment import augmented
 from pliant.apps.data import images
 from pliant.apps.data.errors import DataError, Skipped
+from pliant.apps.data.folders import TRAIN, VALIDATION
 from pliant.apps.data.inputs import ImageInputs, Inputs, TextInputs
 from pliant.apps.data.prepare import Prepared, Reading, prepare, with_statistics
 from pliant.apps.data.samples import ColumnError
@@ -30,22 +30,19 @@ from pliant.graph.backward import trainable
 from pliant.planning import recipes
 from pliant.planning.policy import Policy
 from pliant.runtime.working import told
-from pliant.session.session import Session
 
 RECIPES: dict[str, Callable[..., Policy]] = {
     name: recipe
     for name, recipe in vars(recipes).items()
     if inspect.isfunction(recipe) and recipe.__module__ == recipes.__name__ and not name.startswith("_")
 }
-_OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
     "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr),
 }
-OPTIMIZERS = tuple(_OPTIMIZERS)
 _BUDGETS = ("time", "memory", "macs")
 _DEFAULT_TIME = 0.5  # share of a full step, if the default recipe gets no budget
 _EVALUATION_BATCH = 64
-_CLIP = 1.0  # gradient norm: with batch norms on running statistics, useful learning rates need clipping
 
 
 class TaskError(PliantError, ValueError):
@@ -123,7 +120,7 @@ def load(
         found = with_statistics(found, split)
         train, validated = (
             data.Split(found.inputs.batch(found.samples[split == kind]), found.labels[split == kind])
-            for kind in (images.TRAIN, images.VALIDATION)
+            for kind in (TRAIN, VALIDATION)
         )
     for what, part in (("to train on", train), ("to validate with", validated)):
         if not len(part):
@@ -270,43 +267,6 @@ def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     """The logits of a model for inputs of any number, in evaluation mode. Leaves no trace."""
     with evaluating(model):
         return torch.cat([logits(model, some) for some in told("evaluating", inputs.split(_EVALUATION_BATCH))])
-
-
-def session(
-    task: Task,
-    policy: Policy,
-    *,
-    batch: int,
-    lr: float,
-    optimizer: str = "sgd",
-    epochs: int = 1,
-    scratch: bool = False,
-    engine: str = "auto",
-    exact: bool = False,
-    log: str | os.PathLike[str] | None = None,
-) -> Session:
-    """A session as `pliant train` opens it: SGD with momentum, or AdamW, with gradient clipping.
-
-    With `scratch`, batch norms keep their modes, because the running statistics of random weights mean nothing.
-    """
-    if batch > len(task.train):
-        raise TaskError(
-            f"batch={batch} is larger than the training split, which has {len(task.train)} samples. Use a smaller batch."
-        )
-    steps = len(task.train) // batch
-    return Session(
-        task.model,
-        _OPTIMIZERS[optimizer](task.model.parameters(), lr),
-        task.loss,
-        policy,
-        engine=engine,
-        norm="as-is" if scratch else "auto",
-        clip=_CLIP,
-        steps_per_epoch=steps,
-        total_steps=epochs * steps,
-        log=log,
-        correct=not exact,
-    )
 
 
 # ---------------------------------------------------------------- recipes

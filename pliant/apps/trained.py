@@ -17,7 +17,8 @@ from pliant.apps import data, models, run_folder, tasks
 from pliant.apps.data import inputs as kinds
 from pliant.apps.data import samples
 from pliant.apps.data.errors import DataError, Skipped
-from pliant.apps.data.images import TEST, VALIDATION, completed
+from pliant.apps.data.folders import TEST, VALIDATION
+from pliant.apps.data.images import completed
 from pliant.apps.data.inputs import Inputs, read_all
 from pliant.apps.data.prepare import Reading, prepare
 from pliant.apps.data.samples import Samples

@@ -16,6 +16,7 @@ from pliant.apps import trained as using
 from pliant.apps.data.prepare import Reading
 from pliant.apps.trained import Evaluated
 from pliant.cli.app import app, check_exists, exit_on_errors
+from pliant.cli.options import Device, Factory, InputColumn, RunArgument, SkipUnreadable, Weights
 from pliant.cli.progress import working
 from pliant.core.text import plain
 from pliant.runtime.working import note
@@ -26,29 +27,21 @@ _MIXED_UP = 5  # pairs of classes that are shown
 
 @app.command()
 def evaluate(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or a weight file of it (.safetensors).", show_default=False)
-    ],
+    run: RunArgument,
     data: Annotated[
         str | None,
         typer.Argument(
             metavar="DATA", help="As in `pliant train --data`.", show_default="the samples that the run validated on"
         ),
     ] = None,
-    weights: Annotated[str, typer.Option(help="Those of the best evaluation, or the last: best or last.")] = "best",
-    model: Annotated[
-        str | None, typer.Option(help="package.module:factory, if the model was made by one.", show_default=False)
-    ] = None,
-    input_column: Annotated[
-        str | None, typer.Option(help="Column of a table that holds the file or the text.", show_default="by its name")
-    ] = None,
+    weights: Weights = "best",
+    model: Factory = None,
+    input_column: InputColumn = None,
     label_column: Annotated[
         str | None, typer.Option(help="Column of a table that holds the label.", show_default="by its name")
     ] = None,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Leave out what cannot be read, and say so.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.")] = "cpu",
+    skip_unreadable: SkipUnreadable = False,
+    device: Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a trained model on labelled data: accuracy, each class, and which classes it confuses.

@@ -16,6 +16,7 @@ from pliant.apps import device, models
 from pliant.apps import trained as using
 from pliant.apps.trained import Trained
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors
+from pliant.cli.options import Factory, RunArgument, Weights
 from pliant.cli.progress import working
 from pliant.core.types import nearest
 from pliant.export.checked import Exported
@@ -55,17 +56,13 @@ def about(trained: Trained) -> dict[str, str]:
 
 @app.command()
 def export(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or a weight file of it (.safetensors).", show_default=False)
-    ],
+    run: RunArgument,
     to: Annotated[str, typer.Option(help=f"What to write: {', '.join(TARGETS)}, or {_TRAINS} to train on a device.")] = "torch",
     out: Annotated[
         Path | None, typer.Option(help="The file to write.", show_default="model.pt2 or model.onnx in the folder of the run")
     ] = None,
-    weights: Annotated[str, typer.Option(help="Those of the best evaluation, or the last: best or last.")] = "best",
-    model: Annotated[
-        str | None, typer.Option(help="package.module:factory, if the model was made by one.", show_default=False)
-    ] = None,
+    weights: Weights = "best",
+    model: Factory = None,
     recipe: Annotated[str, typer.Option(help="What a device trains, as in `pliant train`.")] = "tinytrain",
     memory: Annotated[
         str | None,

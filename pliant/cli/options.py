@@ -1,4 +1,4 @@
-"""The fields of `Options` as options of the command line, so that each option is written once."""
+"""Options that several commands share, so that each is written once: the fields of `Options`, and those about a trained run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,18 @@ _TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 
 Given = dict[str, Any]
 """The options that the user gave, by name."""
+
+# Of commands that use a trained run.
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run, or a weight file of it (.safetensors).", show_default=False)
+]
+Weights = Annotated[str, typer.Option(help="Those of the best evaluation, or the last: best or last.")]
+Factory = Annotated[str | None, typer.Option(help="package.module:factory, if the model was made by one.", show_default=False)]
+InputColumn = Annotated[
+    str | None, typer.Option(help="Column of a table that holds the file or the text.", show_default="by its name")
+]
+SkipUnreadable = Annotated[bool, typer.Option("--skip-unreadable", help="Leave out what cannot be read, and say so.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.")]
 
 
 def train_options(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pliant.apps import tasks
 from pliant.apps.explain import explained
-from pliant.apps.train import Options, load_task
+from pliant.apps.train import Options, load_task, open_session
 from pliant.cli.app import app, check_data, exit_on_errors
 from pliant.cli.options import Given, train_options
 from pliant.cli.progress import working
@@ -45,15 +45,7 @@ def plan(
         with working(Console(stderr=True)):
             task = load_task(options)
             tasks.check_names(options.recipe, task.model)
-            with tasks.session(
-                task,
-                policy,
-                batch=options.batch,
-                lr=options.lr or 0.0,
-                optimizer=options.optimizer,
-                scratch=options.from_scratch,
-                engine=options.engine,
-            ) as session:
+            with open_session(options, task, policy) as session:
                 session.before_step(next(task.batches(options.batch, options.seed, 0)))
                 found = explained(session)
     if as_json:

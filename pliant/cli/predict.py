@@ -20,6 +20,7 @@ from pliant.apps.data.errors import Skipped
 from pliant.apps.tasks import columns_are_options
 from pliant.apps.trained import Prediction
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors
+from pliant.cli.options import Device, Factory, InputColumn, RunArgument, SkipUnreadable, Weights
 from pliant.cli.progress import working
 from pliant.core.text import plain
 from pliant.runtime.files import write_aside
@@ -36,9 +37,7 @@ class Form(str, Enum):
 
 @app.command()
 def predict(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or a weight file of it (.safetensors).", show_default=False)
-    ],
+    run: RunArgument,
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -51,17 +50,11 @@ def predict(
     top: Annotated[int, typer.Option(min=1, help="The most probable classes to show.")] = 1,
     form: Annotated[Form, typer.Option("--format", help="A table for people, CSV or JSON.")] = Form.table,
     out: Annotated[Path | None, typer.Option(help="Write to this file.", show_default="printed")] = None,
-    weights: Annotated[str, typer.Option(help="Those of the best evaluation, or the last: best or last.")] = "best",
-    model: Annotated[
-        str | None, typer.Option(help="package.module:factory, if the model was made by one.", show_default=False)
-    ] = None,
-    input_column: Annotated[
-        str | None, typer.Option(help="Column of a table that holds the file or the text.", show_default="by its name")
-    ] = None,
-    skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Leave out what cannot be read, and say so.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 or auto.")] = "cpu",
+    weights: Weights = "best",
+    model: Factory = None,
+    input_column: InputColumn = None,
+    skip_unreadable: SkipUnreadable = False,
+    device: Device = "cpu",
 ) -> None:
     """Classify new images, texts or sounds with a trained model.
 

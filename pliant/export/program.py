@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def export(
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={"pliant.json": json.dumps(dict(about))})
     content.seek(0)
-    again = torch.export.load(content).module()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # PyTorch 2.11, of what it has just read
+        again = torch.export.load(content).module()
     worst = difference(lambda some: again(some), whole, example, "the exported program")
     write_aside(path, content.getvalue())
     return Exported(Path(path), worst, len(example))

@@ -12,6 +12,7 @@ import torch
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]  # the user's: a model and a batch → a scalar
 Around = Callable[[], AbstractContextManager[Any]]  # what the forward pass of a loss runs inside of
+Ready = Callable[[Any], Callable[[], torch.Tensor]]  # a batch → the forward pass of a step on it, with nothing left to prepare
 
 
 class Pieces(Protocol):
@@ -73,6 +74,17 @@ def size(batch: Any) -> int | None:
 def part(batch: Any, samples: int) -> Any:
     """The first samples of a batch whose tensors agree on their number (`size`)."""
     return map_tensors(batch, lambda tensor: tensor[:samples] if tensor.dim() > 0 else tensor)
+
+
+def mismatched(batch: Any) -> Any | None:
+    """The same samples, each with the label of another: the first tensor is shifted by one sample, the others stay.
+
+    None where a batch has a single tensor, or a single sample.
+    """
+    found = list(tensors(batch))
+    if len(found) < 2 or found[0].dim() == 0 or len(found[0]) < 2:
+        return None
+    return map_tensors(batch, lambda tensor: tensor.roll(1, 0) if tensor is found[0] else tensor)
 
 
 def check_not_empty(batch: Any) -> None:

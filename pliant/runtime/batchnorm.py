@@ -30,10 +30,9 @@ def in_eights(values: torch.Tensor) -> bool:
 class BatchNormModes:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
 
-    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" one behind
-    the first trained layer uses those of the batch, and none does where batches are too small for good statistics (`settle_`),
-    unless training is plain. The user's wish is the mode of the module where that is not the one set here, or the mode that
-    the whole model was switched to.
+    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" all do where
+    batches are too small for good statistics (`settle_`), unless training is plain. The user's wish is the mode of the module
+    where that is not the one set here, or the mode that the whole model was switched to.
     """
 
     model: nn.Module
@@ -112,13 +111,10 @@ class BatchNormModes:
         norms = {name: norm for name, norm in self._learned().items() if self._wanted[name]}
         return NormStatistics(self.model, norms, looks=0 if self.rule == "auto" else LOOKS)
 
-    def hold_(
-        self, among: Collection[str], chosen: Collection[str], limited: bool = True, behind: Collection[str] = ()
-    ) -> None:
+    def hold_(self, among: Collection[str], chosen: Collection[str], limited: bool = True) -> None:
         """Set every norm's mode for this choice. Call before each forward pass.
 
-        Where everything is chosen and nothing is `limited`, training is plain, and "auto" changes no norm. Else with "auto"
-        those `behind` the first trained layer (parameters of these names) go along with what is chosen: their inputs change.
+        Where everything is chosen and nothing is `limited`, training is plain, and "auto" changes no norm.
         """
         if self.rule == "as-is":
             return
@@ -129,7 +125,6 @@ class BatchNormModes:
             candidates = [p for p in self._own[name] if p in among]
             # A norm without parameters to choose goes along only when the whole model trains.
             along = any(p in chosen for p in candidates) if candidates else everything
-            along = along or (self.rule == "auto" and any(p in behind for p in candidates))
             mode = self._wanted[name] and along and self.rule != "frozen" and not (frozen and name in frozen)
             self._set[name] = mode
             if module.training != mode:  # setting an attribute of a module is slow

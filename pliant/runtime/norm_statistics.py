@@ -16,7 +16,7 @@ from pliant.runtime.torch_internals import NormBase
 
 LOOKS = 5  # batches whose statistics are compared with the running ones, or take their place
 FAR = 0.02  # |log| of the ratio of variances, beyond chance, above which batches are of another world (docs/notebook.md)
-LOWER = 0.1  # share of the loss by which statistics of the batch must lower it
+BETTER = 0.1  # share of the loss by which statistics of the batch must tell a batch's labels better from others
 _MEAN_ERROR = 0.8  # of a normal distribution: the mean of |x| over its standard deviation
 A_FEW = 4  # samples: fewer than that differ from any others
 
@@ -24,27 +24,13 @@ Run = Callable[[], Any]  # one forward pass, up to the loss
 Statistics = dict[str, torch.Tensor]  # "<norm>.running_mean" and "<norm>.running_var"
 
 
-@dataclass(frozen=True)
-class Look:
-    """What one batch shows: medians over norms, and the loss with either kind of statistics."""
-
-    values: float  # of a channel in the batch
-    distance: float  # median over channels of |log(variance of the batch / running variance)|, less what chance makes
-    loss: float  # with running statistics
-    loss_of_batch: float  # with those of the batch; infinite where it has none
-    statistics: Statistics  # of the batch
-
-
-def look(model: nn.Module, norms: Mapping[str, nn.Module], run: Run) -> Look | None:
-    """Two forward passes that leave no trace; None where one fails before it has run a norm.
-
-    The first is with running statistics, the second with those of the batch, each layer seeing what the norms before it give.
-    """
-    seen: dict[nn.Module, tuple[float, torch.Tensor]] = {}
+def look(model: nn.Module, norms: Mapping[str, nn.Module], run: Run) -> tuple[float, float] | None:
+    """The loss of one forward pass with running statistics, and the median over norms of how far the batch is from them
+    (`distance`). Leaves no trace. None where it fails before it has run a norm."""
+    seen: dict[nn.Module, torch.Tensor] = {}
 
     def on_input(norm: nn.Module, args: Any, kwargs: Any) -> None:
-        input = args[0] if args else kwargs["input"]
-        seen[norm] = input.numel() / max(input.shape[1], 1), distance(cast("NormBase", norm), input, by_sample=True)
+        seen[norm] = distance(cast("NormBase", norm), args[0] if args else kwargs["input"], by_sample=True)
 
     hooks = [norm.register_forward_pre_hook(on_input, with_kwargs=True) for norm in norms.values()]
     loss = float("nan")
@@ -59,12 +45,7 @@ def look(model: nn.Module, norms: Mapping[str, nn.Module], run: Run) -> Look | N
     finally:
         for hook in hooks:
             hook.remove()
-    if not seen:
-        return None
-    shown = {name: norm for name, norm in norms.items() if norm in seen}
-    loss_of_batch, statistics = of_batch(model, shown, run)
-    values, far = median(v for v, _ in seen.values()), median(float(d) for _, d in seen.values())
-    return Look(values, far, loss, loss_of_batch, statistics)
+    return (loss, median(map(float, seen.values()))) if seen else None
 
 
 def of_batch(model: nn.Module, norms: Mapping[str, nn.Module], run: Run) -> tuple[float, Statistics]:
@@ -132,17 +113,15 @@ def distance(norm: NormBase, input: torch.Tensor, by_sample: bool = False) -> to
 class NormStatistics:
     """The running statistics of pretrained batch norms, and whether the first batches say that they must be re-estimated.
 
-    They are re-estimated where batches differ from them (`FAR`) and the statistics of the batch lower the loss by more than
-    `LOWER`, over the batches so far: then the mean over the first `LOOKS` batches takes their place. A new head has nothing to
-    lower yet, so such a network keeps the statistics that it came with.
+    They are, where batches lie far from them (`FAR`) and with statistics of the batch the network tells each sample's label
+    better from another sample's (`BETTER`): then the mean over `LOOKS` batches takes their place. What a network does not know,
+    as behind a new head or with other labels, no statistics bring back, and it keeps those that it came with.
     """
 
     model: nn.Module
     norms: Mapping[str, nn.Module]
     looks: int = 0
-    distance: float = 0.0  # these three: sums over looks
-    loss: float = 0.0
-    loss_of_batch: float = 0.0
+    distance: float = 0.0  # sum over looks
     replaced: bool = False
     mean: Statistics = field(default_factory=dict)
 
@@ -151,36 +130,36 @@ class NormStatistics:
         """Whether the coming batch is still to be looked at."""
         return bool(self.norms) and self.looks < LOOKS
 
-    def see_(self, run: Run) -> str | None:
-        """Look at one batch, by forward passes alone. Returns what the log should say."""
+    def see_(self, run: Run, other: Run | None) -> str | None:
+        """Look at one batch, by forward passes alone. `other` is one in which each sample has another's label, if there is
+        such a thing. Returns what the log should say."""
+        self.looks += 1
         if self.replaced:
             _, statistics = of_batch(self.model, self.norms, run)
-        else:
-            seen = look(self.model, self.norms, run)
-            if seen is None or not seen.statistics:
-                self.looks = LOOKS
-                return None
-            statistics = seen.statistics
-            self.distance += seen.distance
-            self.loss, self.loss_of_batch = self.loss + seen.loss, self.loss_of_batch + seen.loss_of_batch
-        self.looks += 1
-        if not statistics:
+            if statistics:
+                self.mean = mean_of(self.mean, statistics, self.looks)
+                install_(self.model, self.mean)
             return None
-        self.mean = mean_of(self.mean, statistics, self.looks)
-        is_far = self.distance > FAR * self.looks
-        first = not self.replaced
-        if first and not (is_far and self.loss - self.loss_of_batch > LOWER * abs(self.loss)):
+        seen = look(self.model, self.norms, run)
+        if seen is None or other is None:
+            self.looks = LOOKS
             return None
-        self.replaced = True
+        loss, far = seen
+        self.distance += far
+        if self.distance <= FAR * self.looks:
+            return None
+        differ = f"variances of batches differ from those of norms by a factor of {math.exp(self.distance / self.looks):.2f}"
+        loss_of_batch, statistics = of_batch(self.model, self.norms, run)
+        elsewhere = look(self.model, self.norms, other)
+        gap = elsewhere[0] - loss if elsewhere is not None else float("nan")
+        gap_of_batch = of_batch(self.model, self.norms, other)[0] - loss_of_batch
+        told = f"with their own statistics labels are told from others by {gap_of_batch:.3g} of loss, before by {gap:.3g}"
+        if not gap_of_batch - gap > BETTER * abs(loss):
+            self.looks = LOOKS
+            return f"norm statistics are kept: {differ}, but {told}"
+        self.looks, self.replaced, self.mean = 1, True, statistics
         install_(self.model, self.mean)
-        means = self.loss / self.looks, self.loss_of_batch / self.looks
-        return (
-            f"norm statistics are re-estimated over the first {LOOKS} batches: variances differ by a factor of "
-            f"{math.exp(self.distance / self.looks):.2f}, and the loss falls from {means[0]:.4g} to {means[1]:.4g} with "
-            f"those of the batch"
-            if first
-            else None
-        )
+        return f"norm statistics are re-estimated over {LOOKS} batches: {differ}, and {told}"
 
     def estimate_(self, runs: Iterable[Run]) -> int:
         """Replace the running statistics by the mean over these batches, and look no further. Returns how many there were."""
@@ -200,20 +179,14 @@ class NormStatistics:
 
     def restart_(self) -> None:
         """Begin again: the running statistics are those from before the run."""
-        self.load({"looks": 0, "sums": [0.0, 0.0, 0.0], "replaced": False, "mean": {}})
+        self.load({"looks": 0, "distance": 0.0, "replaced": False, "mean": {}})
 
     def state(self) -> dict[str, Any]:
         """What was seen so far, in plain types; the mean is kept only while it grows."""
         mean = dict(self.mean) if self.is_due else {}
-        return {
-            "looks": self.looks,
-            "sums": [self.distance, self.loss, self.loss_of_batch],
-            "replaced": self.replaced,
-            "mean": mean,
-        }
+        return {"looks": self.looks, "distance": self.distance, "replaced": self.replaced, "mean": mean}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.looks, self.replaced = state["looks"], state["replaced"]
-        self.distance, self.loss, self.loss_of_batch = state["sums"]
+        self.looks, self.distance, self.replaced = state["looks"], state["distance"], state["replaced"]
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         self.mean = {name: values.to(buffers[name].device, copy=True) for name, values in state["mean"].items()}

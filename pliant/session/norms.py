@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from pliant.core.types import Unit
 from pliant.cost.profile import Profile
+from pliant.runtime.batches import mismatched
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.ranks import Ranks
 
@@ -20,7 +21,6 @@ class Norms:
         """With several processes nothing is re-estimated by itself: each sees other batches."""
         self._modes, self._ranks = modes, ranks
         self._statistics = modes.statistics()
-        self._behind: tuple[Any, Any, frozenset[str]] | None = None  # what is chosen, of which units; all up to there
 
     @property
     def has_any(self) -> bool:
@@ -32,15 +32,16 @@ class Norms:
         """The rule to price steps by."""
         return self._modes.priced
 
-    def look(self, run: Run, profile: Profile | None) -> list[str]:
+    def look(self, loss: Callable[[Any], Any], batch: Any, profile: Profile | None) -> list[str]:
         """Decide, from forward passes on this batch, what is not decided yet. Returns what the log should say."""
         notes = []
         if self._statistics.is_due and self._ranks.is_alone:
-            notes.append(self._statistics.see_(run))
+            other = mismatched(batch)
+            notes.append(self._statistics.see_(partial(loss, batch), None if other is None else partial(loss, other)))
         if not self._modes.is_settled:
             if profile is not None and "norms" in profile.origin:
                 self._modes.settle_as_(profile.origin["norms"])
-            few = self._modes.settle_(run)
+            few = self._modes.settle_(partial(loss, batch))
             if not self._ranks.is_alone:
                 few, frozen = self._ranks.first(lambda: (few, self._modes.state()))
                 self._modes.load(frozen)
@@ -54,13 +55,9 @@ class Norms:
             raise ValueError("this model has no batch norm with statistics from training: there is nothing to re-estimate.")
         return f"norm statistics were re-estimated over {self._statistics.estimate_(runs)} given batches"
 
-    def hold_(self, params: Collection[str], chosen: Collection[str], limited: bool, units: Sequence[Unit]) -> None:
-        """Set every norm's mode for this choice. Units come in order, nearest the loss first; of none no norm goes along."""
-        if self._behind is None or self._behind[0] is not chosen or self._behind[1] is not units:
-            order = [param for unit in units for param in unit.params]
-            last = max((place for place, param in enumerate(order) if param in chosen), default=-1)
-            self._behind = chosen, units, frozenset(order[: last + 1])
-        self._modes.hold_(params, chosen, limited, self._behind[2])
+    def hold_(self, params: Collection[str], chosen: Collection[str], limited: bool) -> None:
+        """Set every norm's mode for this choice."""
+        self._modes.hold_(params, chosen, limited)
 
     def release_(self) -> None:
         """Give every norm the mode that the user wants."""

@@ -70,7 +70,7 @@ _STATE = {
     "slices": Either(None, {str: {"dim": int, "index": [int], "state": {str: Any}}}),
     "norms": {
         "frozen": Either(None, [str]),
-        "statistics": {"looks": int, "sums": [NUMBER], "replaced": bool, "mean": {str: torch.Tensor}},
+        "statistics": {"looks": int, "distance": NUMBER, "replaced": bool, "mean": {str: torch.Tensor}},
     },
     "beginning": {
         "tries": int,

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 FILES = {"signs": "gtsrb43_64.npz", "birds": "cub200_128.npz", "spoken": "fsdd_mfcc.npz"}
-PIXELS = {"signs": 16, "birds": 32}
+PIXELS = {"signs": 16, "birds": 64}
+KINDS = 30  # of birds: the first ones
+WEIGHTS = "weights/mbv2_w0.35_int8.safetensors"  # birds begin with a network that knows ImageNet
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +25,7 @@ class Data:
     test_inputs: torch.Tensor
     test_labels: torch.Tensor
     classes: int
+    weights: str = ""  # the file of a network to begin with; without one, it is small and random
 
 
 @cache
@@ -40,9 +43,14 @@ def load(name: str = "digits", folder: str = "") -> Data:
         raise SystemExit(f"task={name!r} is read from a folder: give --data DIR, or data in the run's settings.")
     else:
         inputs, labels, test = _read(Path(folder) / FILES[name], PIXELS.get(name))
-    mean, std = inputs[~test].mean((0, 2, 3), keepdim=True), inputs[~test].std((0, 2, 3), keepdim=True)
-    inputs = (inputs - mean) / std.clamp_min(1e-6)
-    return Data(inputs[~test], labels[~test], inputs[test], labels[test], int(labels.max()) + 1)
+    weights = ""
+    if name == "birds":
+        some = labels < KINDS
+        inputs, labels, test, weights = inputs[some] * 2 - 1, labels[some], test[some], str(Path(folder) / WEIGHTS)
+    else:
+        mean, std = inputs[~test].mean((0, 2, 3), keepdim=True), inputs[~test].std((0, 2, 3), keepdim=True)
+        inputs = (inputs - mean) / std.clamp_min(1e-6)
+    return Data(inputs[~test], labels[~test], inputs[test], labels[test], int(labels.max()) + 1, weights)
 
 
 def _read(path: Path, pixels: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,21 +70,22 @@ def _read(path: Path, pixels: int | None) -> tuple[torch.Tensor, torch.Tensor, t
 def split(labels: torch.Tensor, clients: int, alpha: float, seed: int, least: int = 8) -> list[np.ndarray]:
     """Indices of each client's samples: the shares of every class are drawn from a Dirichlet distribution.
 
-    A small `alpha` gives most clients a few classes. It is drawn again until each has at least `least` samples.
+    A small `alpha` gives most clients a few classes. Who has fewer than `least` samples gets some of the one with the most.
     """
     rng, values = np.random.default_rng(seed), labels.numpy()
-    for _ in range(10_000):
-        parts: list[list[int]] = [[] for _ in range(clients)]
-        for label in np.unique(values):
-            mine = rng.permutation(np.flatnonzero(values == label))
-            cuts = (np.cumsum(rng.dirichlet([alpha] * clients))[:-1] * len(mine)).astype(int)
-            for part, some in zip(parts, np.split(mine, cuts), strict=True):
-                part.extend(some.tolist())
-        if min(map(len, parts)) >= least:
-            return [np.array(sorted(part)) for part in parts]
-    raise SystemExit(
-        f"{len(values)} samples cannot give each of {clients} clients {least}: use fewer clients or a larger alpha."
-    )
+    if len(values) < least * clients:
+        raise SystemExit(f"{len(values)} samples cannot give each of {clients} clients {least}: use fewer clients.")
+    parts: list[list[int]] = [[] for _ in range(clients)]
+    for label in np.unique(values):
+        mine = rng.permutation(np.flatnonzero(values == label))
+        cuts = (np.cumsum(rng.dirichlet([alpha] * clients))[:-1] * len(mine)).astype(int)
+        for part, some in zip(parts, np.split(mine, cuts), strict=True):
+            part.extend(some.tolist())
+    for part in parts:
+        while len(part) < least:
+            most = max(parts, key=len)
+            part.append(most.pop(int(rng.integers(len(most)))))
+    return [np.array(sorted(part)) for part in parts]
 
 
 def accuracy(model: torch.nn.Module, data: Data) -> float:

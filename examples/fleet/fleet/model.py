@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from fleet.data import Data, loss
+from pliant import models
 from pliant.integrations.flower import Local
 
 WIDTHS = (16, 16, 24, 24, 32, 32)
 HALVED = (2, 4)  # blocks that halve the image
+STARTS = (0, 3, 6, 10, 13, 16)  # of the six blocks, among the seventeen of MobileNetV2
 CLIP = 1.0
 
 
@@ -43,13 +45,10 @@ class Exit(nn.Module):
 class Net(nn.Module):
     """Six blocks. `exits[i]` classifies after block i; the last of them is the head."""
 
-    def __init__(self, channels: int, classes: int) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], widths: Sequence[int], classes: int) -> None:
         super().__init__()
-        before = (channels, *WIDTHS[:-1])
-        self.blocks = nn.ModuleList(
-            Block(a, b, 2 if i in HALVED else 1) for i, (a, b) in enumerate(zip(before, WIDTHS, strict=True))
-        )
-        self.exits = nn.ModuleList(Exit(width, classes) for width in WIDTHS)
+        self.blocks = nn.ModuleList(blocks)
+        self.exits = nn.ModuleList(Exit(width, classes) for width in widths)
 
     def forward(self, x: torch.Tensor, block: int | None = None) -> torch.Tensor:
         last = len(self.blocks) - 1 if block is None else block
@@ -59,8 +58,21 @@ class Net(nn.Module):
 
 
 def net(data: Data, seed: int) -> Net:
+    """A small network with random weights, or MobileNetV2-0.35 with those of a file. New exits are random in both."""
     torch.manual_seed(seed)
-    return Net(data.inputs.shape[1], data.classes)
+    if not data.weights:
+        pairs = zip((data.inputs.shape[1], *WIDTHS[:-1]), WIDTHS, strict=True)
+        return Net((Block(a, b, 2 if i in HALVED else 1) for i, (a, b) in enumerate(pairs)), WIDTHS, data.classes)
+    base = models.load_folded(data.weights)
+    ends = (*STARTS[1:], len(base.blocks))
+    blocks = [nn.Sequential(*base.blocks[a:b]) for a, b in zip(STARTS, ends, strict=True)]
+    blocks[0] = nn.Sequential(base.stem, nn.ReLU6(inplace=True), *blocks[0])
+    with torch.no_grad():
+        widths, x = [], data.inputs[:1]
+        for block in blocks:
+            x = block(x)
+            widths.append(x.shape[1])
+    return Net(blocks, widths, data.classes)
 
 
 def local(

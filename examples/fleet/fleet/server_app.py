@@ -32,5 +32,7 @@ def main(grid: Grid, context: Context) -> None:
         print(f"round {number:3} | clock {seen['clock']:7.2f} s | accuracy {accuracy:.3f}{who}", flush=True)
         return MetricRecord({"accuracy": accuracy, "clock": seen["clock"]})
 
-    strategy = Elastic(setting.method, rate=setting.rate, seed=setting.seed, path=setting.state or None, on_round=show)
+    strategy = Elastic(
+        setting.method, rate=setting.rate, share=setting.share, seed=setting.seed, path=setting.state or None, on_round=show
+    )
     strategy.start(grid, ArrayRecord(net.state_dict()), setting.rounds, evaluate_fn=judge)

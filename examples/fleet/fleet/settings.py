@@ -17,6 +17,7 @@ class Setting:
     task: str = "digits"
     data: str = ""  # the folder of signs, birds and spoken digits
     clients: int = 20
+    share: float = 1.0  # of the clients, drawn anew for each round, take part in it
     rounds: int = 28
     alpha: float = 0.1  # of the Dirichlet distribution that splits the data
     steps: int = 10  # of a whole local round

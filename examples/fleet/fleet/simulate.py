@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from fleet import data, model
 from fleet.settings import Setting
+from pliant import BudgetError
 from pliant.integrations.flower import METHODS, Federation, Profiles, Reply, SimulatedClock, ability, train_round
 
 
@@ -40,7 +42,9 @@ def run(
     rows = [{"round": 0, "clock": 0.0, "accuracy": data.accuracy(_filled(net, fleet), held)}]
     clock = 0.0
     while fleet.round < setting.rounds if seconds is None else clock < seconds:
-        tasks, replies = fleet.tasks(names), []
+        some = max(2, round(setting.share * len(names)))
+        drawn = random.Random(f"{setting.seed} {fleet.round}").sample(sorted(names), some)
+        tasks, replies = fleet.tasks(drawn), []
         for name, task in tasks.items():
             client, number = names[name], fleet.round + 1
             if setting.drops_out(client, number):
@@ -48,7 +52,11 @@ def run(
                 continue
             _filled(net, fleet)
             noise = SimulatedClock(setting.jitter, setting.seed_of(client, number))
-            trained = train_round(local(client), task, profiles, noise)
+            try:
+                trained = train_round(local(client), task, profiles, noise)
+            except BudgetError as error:  # this device is too slow for the task
+                replies.append(Reply(name, error=str(error)))
+                continue
             metrics = {"num-examples": trained.examples, **trained.metrics}
             replies.append(Reply(name, trained.tensors, metrics, tuple(trained.tensors)))
         report = fleet.finish(tasks, replies)

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from pliant.apps.data.digits import Split
 from pliant.apps.data.errors import DataError
-from pliant.runtime.working import note, told
+from pliant.apps.data.folders import TEST, TRAIN, VALIDATION, class_files
+from pliant.runtime.working import told
 
 PixelStats = tuple[float | Sequence[float], float | Sequence[float]]
 """Mean and standard deviation of pixels in 0…1: one number each, or one per channel."""
 
-TRAIN, VALIDATION, TEST = 0, 1, 2
-SPLIT_FOLDERS = {"train": TRAIN, "val": VALIDATION, "validation": VALIDATION, "test": TEST}
 # of a packed set: the kinds of numpy types of each array, and how many dims it has
 _ARRAYS = {
     "data": ("u", 1),
@@ -147,45 +146,14 @@ def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
     `size`×`size`, bilinear with antialiasing. An image that is not square is squeezed, so that nothing is cut off. Files
     without an image suffix, and names that start with a dot, are skipped.
     """
-    root = Path(path)
-    if not root.is_dir():
-        what = "a file" if root.exists() else "not there"
-        raise ImageError(f"no folder {os.fspath(root)!r}: it is {what}. Give a folder with one folder per class.")
-    tops = folders_in(root)
-    by_split = bool(tops) and all(top.name.lower() in SPLIT_FOLDERS for top in tops)
-    files: list[tuple[Path, str, int]] = []
-    ignored = [] if by_split else [file for file in root.iterdir() if file.is_file() and not file.name.startswith(".")]
-    for place, kind in [(top, SPLIT_FOLDERS[top.name.lower()]) for top in tops] if by_split else [(root, TRAIN)]:
-        found = folders_in(place)
-        if not found:
-            raise ImageError(
-                f"{os.fspath(place)!r} holds no folders{_loose(place)}. Put the images of each class into their own folder."
-            )
-        for of_class in found:
-            mine = sorted(file for file in of_class.iterdir() if is_image(file))
-            if not mine:
-                raise ImageError(
-                    f"the class {of_class.name!r} is empty: {os.fspath(of_class)!r} holds no image "
-                    f"({', '.join(sorted(_SUFFIXES))}). Add some, or remove the folder."
-                )
-            files += [(file, of_class.name, kind) for file in mine]
-            ignored += [file for file in of_class.iterdir() if not file.name.startswith(".") and not is_image(file)]
-    tell_ignored(root, ignored)
-    classes = tuple(sorted({name for _, name, _ in files}))
+    files, names, split = class_files(path, is_image, "image")
+    classes = tuple(sorted(set(names)))
     number = {name: label for label, name in enumerate(classes)}
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
-    for row, (file, _, _) in told("reading images", list(zip(images, files, strict=True))):
+    for row, file in told("reading images", list(zip(images, files, strict=True))):
         row.copy_(decoded(file, f"the image {os.fspath(file)!r}", size))
-    labels = torch.tensor([number[name] for _, name, _ in files])
-    return ImageSet(images, labels, classes, torch.tensor([kind for _, _, kind in files]) if by_split else None)
-
-
-def tell_ignored(root: Path, ignored: Sequence[Path], what: str = "image of a class") -> None:
-    """A note about files in a folder that were not read."""
-    if ignored:
-        some = ", ".join(repr(os.fspath(file.relative_to(root))) for file in sorted(ignored)[:3])
-        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
-        note(f"ignored in {os.fspath(root)!r}, because no {what}: {some}{more}")
+    labels = torch.tensor([number[name] for name in names])
+    return ImageSet(images, labels, classes, None if split is None else torch.tensor(split))
 
 
 def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
@@ -228,21 +196,12 @@ def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
     return ImageSet(images, labels, tuple(str(name) for name in held["classes"]), split)
 
 
-def folders_in(place: Path) -> list[Path]:
-    return sorted(entry for entry in place.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-
 def is_image(file: Path) -> bool:
     return file.is_file() and has_image_suffix(file) and not file.name.startswith(".")
 
 
 def has_image_suffix(file: str | os.PathLike[str]) -> bool:
     return os.path.splitext(os.fspath(file))[1].lower() in _SUFFIXES
-
-
-def _loose(place: Path) -> str:
-    count = sum(is_image(file) for file in place.iterdir())
-    return f", but {count} images" if count else ""
 
 
 def _pillow() -> Any:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pliant.apps.data import audio, images, samples
 from pliant.apps.data.errors import DataError, Skipped
-from pliant.apps.data.images import TRAIN, completed
+from pliant.apps.data.folders import TRAIN
+from pliant.apps.data.images import completed
 from pliant.apps.data.inputs import ArrayInputs, AudioInputs, ImageInputs, Inputs, TextInputs, read_all
 from pliant.apps.data.samples import Samples
 

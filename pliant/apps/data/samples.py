@@ -16,7 +16,7 @@ from typing import Any
 from pliant.apps.data import images
 from pliant.apps.data.audio import is_wav
 from pliant.apps.data.errors import DataError
-from pliant.apps.data.images import SPLIT_FOLDERS, TRAIN, folders_in
+from pliant.apps.data.folders import SPLIT_FOLDERS, class_files, tell_ignored
 from pliant.apps.data.inputs import Source
 from pliant.apps.optional import needed
 from pliant.core.types import nearest
@@ -72,39 +72,9 @@ def find(source: str | os.PathLike[str], input_column: str | None = None, label_
 
 def class_folders(path: str | os.PathLike[str]) -> Samples:
     """The images or WAV files of a folder with one folder per class, or with such folders inside train, val and test."""
-    root = Path(path)
-    if not root.is_dir():
-        what = "a file" if root.exists() else "not there"
-        raise DataError(f"no folder {os.fspath(root)!r}: it is {what}. Give a folder with one folder per class.")
-    tops = folders_in(root)
-    by_split = bool(tops) and all(top.name.lower() in SPLIT_FOLDERS for top in tops)
-    found: list[tuple[Path, str, int]] = []
-    ignored = [] if by_split else [file for file in root.iterdir() if file.is_file() and not file.name.startswith(".")]
-    for place, kind in [(top, SPLIT_FOLDERS[top.name.lower()]) for top in tops] if by_split else [(root, TRAIN)]:
-        classes = folders_in(place)
-        if not classes:
-            loose = sum(_is_sample(file) for file in place.iterdir())
-            but = f", but {loose} files" if loose else ""
-            raise DataError(f"{os.fspath(place)!r} holds no folders{but}. Put the files of each class into their own folder.")
-        for of_class in classes:
-            inside = sorted(of_class.iterdir())
-            mine = [file for file in inside if _is_sample(file)]
-            if not mine:
-                raise DataError(
-                    f"the class {of_class.name!r} is empty: {os.fspath(of_class)!r} holds no image and no WAV file. Add some, "
-                    f"or remove the folder."
-                )
-            ignored += [file for file in inside if not file.name.startswith(".") and not _is_sample(file)]
-            found += [(file, of_class.name, kind) for file in mine]
-    images.tell_ignored(root, ignored, "image or WAV file of a class")
-    sources = [file for file, _, _ in found]
-    return Samples(
-        _kind_of_files(sources, os.fspath(root)),
-        sources,
-        [f"the {'sound' if is_wav(file) else 'image'} {os.fspath(file)!r}" for file in sources],
-        [label for _, label, _ in found],
-        [kind for _, _, kind in found] if by_split else None,
-    )
+    files, labels, split = class_files(path, _is_sample, "image or WAV file")
+    names = [f"the {'sound' if is_wav(file) else 'image'} {os.fspath(file)!r}" for file in files]
+    return Samples(_kind_of_files(files, os.fspath(path)), files, names, labels, split)
 
 
 def unlabelled(paths: Iterable[str | os.PathLike[str]], kind: str, input_column: str | None = None) -> Samples:
@@ -126,7 +96,7 @@ def unlabelled(paths: Iterable[str | os.PathLike[str]], kind: str, input_column:
             mine = [file for file in inside if _fits(file, kind)]
             if not mine:
                 raise DataError(f"{os.fspath(path)!r} holds no {_FILES[kind]}. Give files, or a folder of them.")
-            images.tell_ignored(path, [file for file in inside if not _fits(file, kind)], _FILES[kind])
+            tell_ignored(path, [file for file in inside if not _fits(file, kind)], _FILES[kind])
             sources += mine
         elif not path.exists():
             raise DataError(f"{os.fspath(path)!r} is not there.")

@@ -16,8 +16,10 @@ from pliant.apps.train.options import Evaluation, OnStatus, Options, Result, Sta
 from pliant.apps.train.run import TrainingRun
 from pliant.planning.policy import Policy
 from pliant.runtime import working
+from pliant.session.session import Session
 
-__all__ = ["Evaluation", "OnStatus", "Options", "Result", "Status", "Stopped", "load_task", "train"]
+__all__ = ["Evaluation", "OnStatus", "Options", "Result", "Status", "Stopped", "load_task", "open_session", "train"]
+_CLIP = 1.0  # gradient norm: with batch norms on running statistics, useful learning rates need clipping
 
 
 def load_task(options: Options) -> Task:
@@ -34,6 +36,34 @@ def load_task(options: Options) -> Task:
         reading=options.reading,
         augment=options.augment,
         class_weights=options.class_weights,
+    )
+
+
+def open_session(
+    options: Options, task: Task, policy: Policy, *, exact: bool = False, log: str | os.PathLike[str] | None = None
+) -> Session:
+    """The session of a run with these options: SGD with momentum, or AdamW, with gradient clipping.
+
+    From scratch, batch norms keep their modes, because the running statistics of random weights mean nothing.
+    """
+    if options.batch > len(task.train):
+        raise TaskError(
+            f"batch={options.batch} is larger than the training split, which has {len(task.train)} samples. Use a smaller "
+            f"batch."
+        )
+    steps = len(task.train) // options.batch
+    return Session(
+        task.model,
+        tasks.OPTIMIZERS[options.optimizer](task.model.parameters(), options.lr or 0.0),
+        task.loss,
+        policy,
+        engine=options.engine,
+        norm="as-is" if options.from_scratch else "auto",
+        clip=_CLIP,
+        steps_per_epoch=steps,
+        total_steps=options.epochs * steps,
+        log=log,
+        correct=not exact,
     )
 
 
@@ -67,18 +97,8 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
     out = options.out or os.fspath(run_folder.unused(f"{Path(options.data).stem}-{policy.name}"))
     with run_folder.claimed(out, options.to_json(), options.resume) as folder, other_logs(options, folder) as logs:
         listeners = [*([on_status] if on_status is not None else []), *logs]
-        session = tasks.session(
-            task,
-            policy,
-            batch=options.batch,
-            lr=options.lr or 0.0,
-            optimizer=options.optimizer,
-            epochs=options.epochs,
-            scratch=options.from_scratch,
-            engine=options.engine,
-            exact=options.exact or not _depends_on_the_clock(policy, task.device),
-            log=folder.log,
-        )
+        exact = options.exact or not _depends_on_the_clock(policy, task.device)
+        session = open_session(options, task, policy, exact=exact, log=folder.log)
         with explain_disk_errors(folder), session:
             return TrainingRun(options, task, folder, session, Stopwatch(task.device), listeners, notes).train()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -68,6 +69,7 @@ def run_device(job: Job, on_step: Callable[[int, float], None] | None = None) ->
     if child.stdin is None or child.stdout is None:
         raise RuntimeError("a process without pipes")
     losses: list[float] = []
+    seconds: list[float] = []
     idle: dict[str, int] = {}
     watch = _Watch(child.pid)
     result: dict[str, Any] = {}
@@ -83,6 +85,7 @@ def run_device(job: Job, on_step: Callable[[int, float], None] | None = None) ->
                 watch.start()
             if "loss" in said:
                 losses.append(said["loss"])
+                seconds.append(said["seconds"])
                 if on_step is not None:
                     on_step(len(losses), said["loss"])
             if "done" in said:
@@ -102,7 +105,7 @@ def run_device(job: Job, on_step: Callable[[int, float], None] | None = None) ->
         tuple(losses),
         result["before"],
         result["after"],
-        result["seconds"],
+        statistics.median(seconds) if seconds else 0.0,
         facts.planned,
         over.get("anonymous"),
         over.get("resident"),
@@ -201,15 +204,13 @@ def train(job: Job, say: Callable[[dict[str, Any]], None], wait: Callable[[], No
     if started:
         runner.load_(started, first)
     before = accuracy(runner, held_out, size) if held_out and job.before else None
-    seconds = []
     stream = batches(arrays, size, job.seed)
     for _ in range(job.steps):
         began = time.process_time()
         value, _ = runner.step(next(stream), sgd)
-        seconds.append(time.process_time() - began)
-        say({"loss": value})
+        say({"loss": value, "seconds": time.process_time() - began})
     after = accuracy(runner, held_out, size) if held_out else None
-    say({"done": {"before": before, "after": after, "seconds": float(np.median(seconds)) if seconds else 0.0}})
+    say({"done": {"before": before, "after": after}})
     wait()  # until what it held was read
     if job.out:
         save_delta(job.out, runner.weights(first), facts)

@@ -21,7 +21,7 @@ from pliant.graph import units
 from pliant.integrations.flower.clock import Clock, WallClock, slowed
 from pliant.integrations.flower.importance import blended
 from pliant.integrations.flower.messages import Ability, Task
-from pliant.integrations.flower.pace import paced
+from pliant.integrations.flower.pace import Pace
 from pliant.planning import recipes, solve
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss
@@ -148,12 +148,14 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     profiles = profiles if profiles is not None else Profiles()
     loss = local.loss_of(task.exit)
     profile = profiles.of(local, task.exit)
-    probes = task.choose in ("pace", "layers", "tensors") and _needs_probe(task)
+    probes = task.choose in ("layers", "tensors") and _needs_probe(task)
     if probes and task.seconds is not None and task.stop and profile.full.seconds + _least(profile) > task.seconds:
         task, probes = replace(task, choose="last"), False
     steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
-    policy = _policy(local, task, profile, each)
-    took, longest, losses = 0, 0.0, []
+    pace = Pace(task.seconds if task.seconds is not None else float("inf"), lambda units: profile.cost(units).seconds)
+    policy = _policy(local, task, profile, each, pace)
+    losses: list[torch.Tensor] = []
+    planned, chosen = 0.0, set[str]()
     with Session(
         local.model,
         local.optimizer,
@@ -168,26 +170,29 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
             clock.probed(profile)
         for batch in islice(local.batches(task.seed), steps):
             before = clock.elapsed
-            if took and task.stop and task.seconds is not None and before + longest > task.seconds * (1 - clock.margin):
-                break
+            if losses and task.stop and task.seconds is not None:
+                pace.left = task.seconds * (1 - clock.margin) - before
+                if not pace.fits() and not pace.fits_less():
+                    break
             losses.append(session.step(batch))
             clock.stepped(session, profile)
-            took, longest = took + 1, clock.elapsed - before if took < 2 else max(longest, clock.elapsed - before)
-        changed, selection = session.delta(), session.selection
+            pace.stepped(session.selection.units, clock.elapsed - before)
+            planned += pace.price
+            chosen |= session.selection.params
+        changed = session.delta()
     seconds = clock.elapsed
     value = float(torch.stack(losses).mean()) if losses else float("nan")
     metrics = {
         "loss": value,
-        "steps": float(took),
+        "steps": float(len(losses)),
         "seconds": seconds,
         "asked-seconds": task.seconds if task.seconds is not None else float("inf"),
-        "step-seconds": profile.cost(selection.units).seconds,
+        "step-seconds": planned / max(len(losses), 1),
         "full-step-seconds": profiles.of(local).full.seconds,
-        "share": profile.cost(selection.units).seconds / profiles.of(local).full.seconds,
-        "chosen-units": float(len(selection.units)),
+        "share": planned / max(len(losses), 1) / profiles.of(local).full.seconds,
         "trained-bytes": float(sum(t.numel() * t.element_size() for t in changed.values())),
     }
-    return Trained(changed, tuple(sorted(selection.params)), local.examples, metrics)
+    return Trained(changed, tuple(sorted(chosen)), local.examples, metrics)
 
 
 def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None]:
@@ -212,7 +217,7 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
     return steps, max(left / steps, floor)
 
 
-def _policy(local: Local, task: Task, profile: Profile, each: float | None) -> Policy:
+def _policy(local: Local, task: Task, profile: Profile, each: float | None, pace: Pace) -> Policy:
     """The task as five words and a budget."""
     params = task.params or ("*",)
     head = tuple(name for name in profile.head if task.params and name not in task.params)
@@ -220,14 +225,14 @@ def _policy(local: Local, task: Task, profile: Profile, each: float | None) -> P
         return replace(recipes.only(*params, *head), budget=Budget(memory=task.memory)) if task.params else recipes.full()
     budget = Budget(time=Absolute(each) if each is not None else None, memory=task.memory)
     gain = blended(signals.update_gain(), task.importance, task.beta)
+    if task.choose == "pace":  # never a probe: it may take as long as all the steps
+        gain = blended(gain, task.importance, 0.0) if task.importance else signals.nearness()
     once, include = schedule.once(), (*params, *head)
     if task.choose == "layers":
         return Policy(units.layers(include), gain, timed, solve.milp(), once, budget, seed=task.seed, name="fleet_layers")
     if task.choose == "pace":
-        aside = profile.full.seconds if _needs_probe(task) else 0.0
-        seconds = task.seconds - aside if task.seconds is not None else float("inf")
-        solver = paced(solve.milp(), seconds, task.steps, profile.base.seconds)
-        return Policy(units.layers(include), gain, timed, solver, once, budget, seed=task.seed, name="fleet")
+        solver = pace.solver(solve.milp(), task.steps)
+        return Policy(units.layers(include), gain, timed, solver, pace.when(), budget, seed=task.seed, name="fleet")
     if task.choose == "tensors":
         return Policy(units.tensors(include), gain, timed, solve.knapsack(), once, budget, seed=task.seed, name="fleet_tensors")
     recipe = recipes.last(time=1.0) if task.choose == "last" else recipes.random(time=1.0, seed=task.seed)

@@ -54,7 +54,7 @@ class Task:
     the forward pass ends. `choose` says how the client chooses among them inside its budget:
 
     - "all": every one of them, in as many steps as fit
-    - "pace": the layers of most value in the whole round
+    - "pace": the layers of most value in the whole round, by the server's values alone
     - "layers": the layers of most value in each step (exact solver)
     - "tensors": ElasticTrainer's choice
     - "last", "random": baselines

@@ -139,20 +139,20 @@ def fedel(beta: float = 0.6, stop: bool = False) -> Method:
     return method
 
 
-def pliant(beta: float = 0.0) -> Method:
-    """Ours: each client trains the layers of most value in a whole round, in fewer steps where the deadline is near.
+def pliant() -> Method:
+    """Ours: each client trains the layers of most value in a whole round, in fewer steps where that brings more.
 
-    Values are the fleet's alone by default (`beta` = 0), so no client spends its time on a probe once there are any.
+    Time that is left for no more of these steps goes to cheaper ones. Values are the fleet's, so no client spends its time on a
+    probe; in the first round, the last layers count most.
     """
 
-    def asked(now: Situation, client: str, able: Ability) -> Task:
-        seed = now.seed_of(client)
+    def task(now: Situation, client: str, able: Ability) -> Task:
+        everything = Task(able.steps, now.deadline, seed=now.seed_of(client))
         if able.round <= now.deadline * (1 + 1e-9):
-            return Task(able.steps, now.deadline, stretch=True, seed=seed)
-        task = Task(able.steps, now.deadline, choose="pace", stretch=True, seed=seed)
-        return replace(task, importance=now.importance, beta=beta) if now.importance else task
+            return everything
+        return replace(everything, choose="pace", importance=now.importance, beta=0.0)
 
-    return _each(asked)
+    return _each(task)
 
 
 def exact_windows(beta: float = 0.6) -> Method:

@@ -1,14 +1,74 @@
-"""How much to train in each step where fewer steps are allowed too: the choice of the most value in a round."""
+"""What each step of a round trains: the layers of most value in the whole round, then what fits into the time that is left."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from pliant.core.schedule import Schedule
+from pliant.core.types import Unit
 from pliant.planning.solve import Mask, Problem, Solver
 
 _LEVELS = 8  # limits that are tried, from the cheapest step to a full one
+Price = Callable[[tuple[Unit, ...]], float]
+
+
+class Pace:
+    """How the time of a round is spent. It learns from every step how long steps really take.
+
+    `left` are the seconds until the deadline. A step that trains some units takes its price times `slow`, and choosing anew
+    takes `opening` seconds: what the first step took longer than the longest later one.
+    """
+
+    def __init__(self, seconds: float, price: Price) -> None:
+        self.left, self.slow, self.opening = seconds, 1.0, 0.0
+        self._price_of = price
+        self._units: tuple[Unit, ...] | None = None  # what the last step trained
+        self.price = 0.0  # and its price
+        self._least = float("inf")  # that of the cheapest step, where a step may train less than the one before
+        self._first, self._took = 0.0, 0
+
+    def stepped(self, units: tuple[Unit, ...], seconds: float) -> None:
+        """A step trained these units in so many seconds."""
+        if units != self._units:
+            self._units, self.price = units, self._price_of(units)
+        if self._took == 0:
+            self._first, self.slow = seconds, seconds / self.price
+        else:
+            self.slow = max(self.slow, seconds / self.price) if self._took > 1 else seconds / self.price
+            self.opening = max(self._first - self.slow * self.price, 0.0) if self._took == 1 else self.opening
+        self._took += 1
+
+    def fits(self) -> bool:
+        """Whether one more step like the last one ends before the deadline."""
+        return self.slow * self.price <= self.left * (1 + 1e-9)
+
+    def fits_less(self) -> bool:
+        """Whether the cheapest step does, if a step may train less than the one before."""
+        return self.opening + self.slow * self._least <= self.left * (1 + 1e-9)
+
+    def when(self) -> Schedule:
+        """Choose again as soon as a step does not fit any more, but a cheaper one does."""
+        return Schedule("when time is short", lambda now, last, drift: self._took > 0 and not self.fits() and self.fits_less())
+
+    def solver(self, best: Solver, steps: int) -> Solver:
+        """What is worth most in `steps` steps, or in as many as the round holds; in the time left then, what `best` finds.
+
+        The first row of the problem are seconds.
+        """
+        forward = self._price_of(())
+        first = paced(best, self.left, steps, forward)
+
+        def solve(problem: Problem) -> Mask:
+            room = problem.limits.copy()
+            room[0] = min(room[0], (self.left - self.opening) / self.slow - forward)
+            within = replace(problem, limits=room)
+            self._least = forward + float(problem.cost(problem.always)[0])
+            return best(within) if self._took or not within.fits(wanted := first(problem)) else wanted
+
+        return solve
 
 
 def paced(solver: Solver, seconds: float, steps: int, forward: float) -> Solver:
