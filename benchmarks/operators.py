@@ -14,7 +14,8 @@ dispatches is timed in the step itself, with the caches as they are then; the fa
 | traffic | the least its tensors could take, each read or written once: at the speed of a large copy |
 | over the limit | ms less the larger of the two |
 
-The row "Python and autograd" is what a step takes beyond its operators. ONNX Runtime is one row: its model is one call.
+Tensors that lie in the processor's caches can be faster than a large copy. The row "Python and autograd" is what a step takes
+beyond its operators. ONNX Runtime is one row: its model is one call.
 """
 
 from __future__ import annotations
@@ -62,11 +63,9 @@ class Timed(TorchDispatchMode):
         taken = clock(self.wall) - start
         given = [one for one in flat((args, kwargs)) if isinstance(one, torch.Tensor)]
         shapes = tuple(tuple(one.shape) for one in given)
-        is_view = func.is_view or "empty" in str(func) or "detach" in str(func)
         tensors = {one.data_ptr(): one.numel() * one.element_size() for one in (*given, *flat(out)) if is_plain(one)}
-        written = sum({one.data_ptr(): one.numel() * one.element_size() for one in given if is_plain(one)}.values())
-        in_place = str(func).split(".")[1].endswith("_") and not is_view
-        moved = 0.0 if is_view else float(sum(tensors.values()) + (written / max(len(given), 1) if in_place else 0))
+        is_free = func.is_view or "empty" in str(func) or "detach" in str(func)
+        moved = 0.0 if is_free else float(sum(tensors.values()))
         self.calls.append((str(func), shapes, taken, products(str(func), args, shapes), moved))
         return out
 

@@ -83,10 +83,25 @@ SECTIONS = (
         ("memory_limits_cpu",),
     ),
     Section(
+        "Memory of a whole process",
+        """How far the peak resident memory rises, from after inference until the session is closed. Each row is a process
+of its own; "–" is plain full training. *Predicted* and *measured* are bytes of tensors. *Hard limit*: whether the run
+survives with `RLIMIT_DATA` at what inference took at its peak, plus what was asked, plus 32 MB.""",
+        "python benchmarks/memory.py --resident",
+        ("resident_cpu",),
+    ),
+    Section(
         "Time of a step on each engine",
         "The same selection on every engine; in brackets, as a share of plain freezing in the faster layout.",
         "python benchmarks/step.py      # GPU: --device cuda",
-        ("step_x86_ort_64", "step_x86_ort_128", "step_cpu", "step_arm_cpu", "step_h200"),
+        ("step_x86_ort_64", "step_x86_ort_128", "step_x86_transformers", "step_cpu", "step_arm_cpu", "step_h200"),
+    ),
+    Section(
+        "Where the time of a step goes",
+        """Operators of one step of MobileNetV2, in milliseconds, against the limits of one core: arithmetic at the speed of a
+large product of matrices, traffic at the speed of a large copy, each tensor once.""",
+        "python benchmarks/operators.py",
+        ("operators_cpu",),
     ),
     Section(
         "Language models in Trainer",
