@@ -239,7 +239,7 @@ class Engine(ForwardPasses):
                 if peak is not None:
                     peak.updating()
                 with self.stepping(self.optimizer):
-                    self.skipped = not self._update.step(self.optimizer)
+                    self.skipped = not self._update.step(self.optimizer, fuse=self.mode.prefix)
             return value
 
         if needs_closure(self.optimizer):

@@ -21,7 +21,7 @@ from pliant.graph import units
 from pliant.integrations.flower.clock import Clock, WallClock, slowed
 from pliant.integrations.flower.importance import blended
 from pliant.integrations.flower.messages import Ability, Task
-from pliant.integrations.flower.pace import Pace, paced
+from pliant.integrations.flower.pace import Pace
 from pliant.planning import recipes, solve
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss
@@ -148,13 +148,14 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     profiles = profiles if profiles is not None else Profiles()
     loss = local.loss_of(task.exit)
     profile = profiles.of(local, task.exit)
-    probes = task.choose in ("pace", "worth", "layers", "tensors") and _needs_probe(task)
+    probes = task.choose in ("layers", "tensors") and _needs_probe(task)
     if probes and task.seconds is not None and task.stop and profile.full.seconds + _least(profile) > task.seconds:
         task, probes = replace(task, choose="last"), False
     steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
     pace = Pace(task.seconds if task.seconds is not None else float("inf"), lambda units: profile.cost(units).seconds)
     policy = _policy(local, task, profile, each, pace)
-    losses, planned, chosen = [], 0.0, set[str]()
+    losses: list[torch.Tensor] = []
+    planned, chosen = 0.0, set[str]()
     with Session(
         local.model,
         local.optimizer,
@@ -211,7 +212,7 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
             f"a round of {task.seconds:.4g} s holds no step: the cheapest one takes {floor:.4g} s here, and choosing "
             f"{aside:.4g} s. Give this client at least {floor + aside:.4g} s, or fewer blocks."
         )
-    if task.choose in ("pace", "worth"):  # its solver weighs what a step may cost against how many there are
+    if task.choose == "pace":  # its solver weighs what a step may cost against how many there are
         return task.steps, max(min(left, profile.full.seconds), floor)
     return steps, max(left / steps, floor)
 
@@ -224,13 +225,13 @@ def _policy(local: Local, task: Task, profile: Profile, each: float | None, pace
         return replace(recipes.only(*params, *head), budget=Budget(memory=task.memory)) if task.params else recipes.full()
     budget = Budget(time=Absolute(each) if each is not None else None, memory=task.memory)
     gain = blended(signals.update_gain(), task.importance, task.beta)
+    if task.choose == "pace":  # never a probe: it may take as long as all the steps
+        gain = blended(gain, task.importance, 0.0) if task.importance else signals.nearness()
     once, include = schedule.once(), (*params, *head)
     if task.choose == "layers":
         return Policy(units.layers(include), gain, timed, solve.milp(), once, budget, seed=task.seed, name="fleet_layers")
-    if task.choose in ("pace", "worth"):
-        seconds = task.seconds if task.seconds is not None else float("inf")
-        first = paced(solve.milp(), seconds, task.steps, profile.base.seconds) if task.choose == "worth" else None
-        solver = pace.solver(solve.milp(), first)
+    if task.choose == "pace":
+        solver = pace.solver(solve.milp(), task.steps)
         return Policy(units.layers(include), gain, timed, solver, pace.when(), budget, seed=task.seed, name="fleet")
     if task.choose == "tensors":
         return Policy(units.tensors(include), gain, timed, solve.knapsack(), once, budget, seed=task.seed, name="fleet_tensors")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-Choice = Literal["all", "pace", "worth", "layers", "tensors", "last", "random"]
+Choice = Literal["all", "pace", "layers", "tensors", "last", "random"]
 _Message = TypeVar("_Message", "Ability", "Task")
 
 
@@ -54,8 +54,7 @@ class Task:
     the forward pass ends. `choose` says how the client chooses among them inside its budget:
 
     - "all": every one of them, in as many steps as fit
-    - "pace": everything in as many steps as fit, then the layers of most value that fit into the rest of the time
-    - "worth": the layers of most value in the whole round
+    - "pace": the layers of most value in the whole round, by the server's values alone
     - "layers": the layers of most value in each step (exact solver)
     - "tensors": ElasticTrainer's choice
     - "last", "random": baselines

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pliant.integrations.flower import windows
-from pliant.integrations.flower.messages import Ability, Choice, Task
+from pliant.integrations.flower.messages import Ability, Task
 
 
 @dataclass(frozen=True)
@@ -140,24 +140,19 @@ def fedel(beta: float = 0.6, stop: bool = False) -> Method:
 
 
 def pliant() -> Method:
-    """Ours: everything in as many steps as fit, then steps that train the layers of most value that fit into the time left.
+    """Ours: each client trains the layers of most value in a whole round, in fewer steps where that brings more.
 
-    Values are the fleet's, so no client spends its time on a probe. A device that is too slow for one full step trains the
-    layers of most value in every step.
+    Time that is left for no more of these steps goes to cheaper ones. Values are the fleet's, so no client spends its time on a
+    probe; in the first round, the last layers count most.
     """
-    return _each(partial(_by_value, choose="pace"))
 
+    def task(now: Situation, client: str, able: Ability) -> Task:
+        everything = Task(able.steps, now.deadline, seed=now.seed_of(client))
+        if able.round <= now.deadline * (1 + 1e-9):
+            return everything
+        return replace(everything, choose="pace", importance=now.importance, beta=0.0)
 
-def by_worth() -> Method:
-    """Each client trains the layers of most value in a whole round, in fewer steps where the deadline is near."""
-    return _each(partial(_by_value, choose="worth"))
-
-
-def _by_value(now: Situation, client: str, able: Ability, choose: Choice) -> Task:
-    task = Task(able.steps, now.deadline, seed=now.seed_of(client))
-    if able.round <= now.deadline * (1 + 1e-9) or not now.importance:
-        return task
-    return replace(task, choose=choose, importance=now.importance, beta=0.0)
+    return _each(task)
 
 
 def exact_windows(beta: float = 0.6) -> Method:
@@ -193,6 +188,5 @@ METHODS: dict[str, Callable[[], Method]] = {
     "fedel": fedel,
     "fedel_stopped": partial(fedel, stop=True),
     "exact_windows": exact_windows,
-    "by_worth": by_worth,
     "pliant": pliant,
 }

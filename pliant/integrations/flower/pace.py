@@ -1,4 +1,4 @@
-"""What each step of a round trains: everything while that fits; in the time that is left then, the layers of most value."""
+"""What each step of a round trains: the layers of most value in the whole round, then what fits into the time that is left."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ class Pace:
         """Choose again as soon as a step does not fit any more, but a cheaper one does."""
         return Schedule("when time is short", lambda now, last, drift: self._took > 0 and not self.fits() and self.fits_less())
 
-    def solver(self, best: Solver, first: Solver | None = None) -> Solver:
-        """What `first` finds, without it everything, where that fits into the time left; else what `best` finds.
+    def solver(self, best: Solver, steps: int) -> Solver:
+        """What is worth most in `steps` steps, or in as many as the round holds; in the time left then, what `best` finds.
 
         The first row of the problem are seconds.
         """
         forward = self._price_of(())
+        first = paced(best, self.left, steps, forward)
 
         def solve(problem: Problem) -> Mask:
             room = problem.limits.copy()
             room[0] = min(room[0], (self.left - self.opening) / self.slow - forward)
             within = replace(problem, limits=room)
-            wanted = first(problem) if first is not None else problem.always | (problem.allowed & problem.reached)
             self._least = forward + float(problem.cost(problem.always)[0])
-            return wanted if within.fits(wanted) else best(within)
+            return best(within) if self._took or not within.fits(wanted := first(problem)) else wanted
 
         return solve
 
