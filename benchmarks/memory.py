@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--limits", nargs="+", default=None, help="instead: sessions with memory=… (64MB 0.2 …)")
     parser.add_argument("--chooses", choices=list(CHOOSERS), default="layers", help="what those sessions choose")
     parser.add_argument("--resident", action="store_true", help="instead: the peak resident memory of whole processes")
-    parser.add_argument("--steps", type=int, default=6, help="of a process (--resident)")
+    parser.add_argument("--steps", type=int, default=10, help="of a process (--resident)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.quick:

@@ -42,7 +42,7 @@ GROUPS = {
     "clippings": ("aten.clamp", "aten.hardtanh", "aten.relu", "aten.threshold"),
     "optimizer": ("aten._fused", "aten._foreach", "aten.mul_", "aten.add_", "aten.addcdiv_", "aten.addcmul_", "aten.lerp_"),
 }
-ROWS = 24  # of the table by shapes
+ROWS = 12  # of the table by shapes
 
 
 def clock(wall: bool) -> float:

@@ -10,7 +10,9 @@ the rise of the peak (`VmHWM`) counts, until the session is closed: reading the 
 | predicted | bytes of a step of the last selection beyond inference |
 | measured | the same, of tensors and copies inside of convolutions, as the session measures it |
 | first step, all steps | the rise of the peak after the first step, and until the session is closed |
-| hard limit | whether the run survives with `RLIMIT_DATA` at `VmData` after inference plus what was asked plus 32 MB |
+| hard limit | whether the run survives with `RLIMIT_DATA` at `VmData` at the peak of inference plus what was asked plus 32 MB |
+
+A session knows the number of its steps, so that layers are chosen after the head has trained alone for a few of them.
 """
 
 from __future__ import annotations
@@ -66,13 +68,15 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
         (torch.randn(2, 3, 8, 8), torch.tensor([0, 1])),
     )
     model.eval()
+    before = status("VmPeak")
     with torch.no_grad():
         nets.loss(model, batch)
     model.train()
     gc.collect()
+    inference = status("VmPeak") - status("VmSize") if status("VmPeak") > before else 0  # returned again since its peak
     asked, start, out = cell["asked"], status("VmHWM"), dict[str, Any]()
     if cell["hard"]:
-        most = status("VmData") + int(float((asked or "32MB").removesuffix("MB")) * MB) + SLACK
+        most = status("VmData") + inference + int(float((asked or "32MB").removesuffix("MB")) * MB) + SLACK
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
     def note(steps: int) -> None:
@@ -86,7 +90,8 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
             step(model, optimizer, nets.loss, batch)
             note(k + 1)
         return out
-    with Session(model, optimizer, nets.loss, recipes.pliant(memory=asked, time=cell.get("time"))) as session:
+    recipe = recipes.pliant(memory=asked, time=cell.get("time"))
+    with Session(model, optimizer, nets.loss, recipe, total_steps=cell["steps"]) as session:
         for k in range(cell["steps"]):
             session.step(batch)
             note(k + 1)

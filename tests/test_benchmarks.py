@@ -279,3 +279,20 @@ def test_a_check_of_foreign_models_gives_a_reason_and_no_traceback() -> None:
     row = foreign.ROWS["torch/weight_norm"]
     foreign.agrees(row, "lean", found := {})
     assert found["error"]["lean"] < 1e-12
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_operators_are_counted_as_they_run() -> None:
+    """Products of matrices and convolutions, forward and backward; views move nothing, and what is read and written counts."""
+    import operators
+
+    image, weight, rows = torch.randn(2, 4, 6, 6), torch.randn(4, 1, 3, 3, requires_grad=True), torch.randn(8, 3)
+    with operators.Timed(wall=False) as timed:
+        out = torch.conv2d(image, weight, None, 2, 1, 1, 4)
+        out.sum().backward()
+        torch.mm(rows, rows.t(), out=torch.empty(8, 8))
+    found = {name: (products, moved) for name, _, _, products, moved in timed.calls}
+    assert found["aten.convolution.default"] == (2 * 9 * 36, 4 * (288 + 36 + 72))
+    assert found["aten.convolution_backward.default"][0] == 2 * 9 * 36  # the weight's gradient alone
+    assert found["aten.mm.out"][0] == 8 * 3 * 8
+    assert found["aten.t.default"] == (0.0, 0.0)

@@ -294,7 +294,7 @@ from pliant.runtime.memory import resident_peak
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-layers = [layer for _ in range(6) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+layers = [layer for _ in range(10) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
 model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 batch = torch.randn(48, 3, 64, 64), torch.arange(48) % 5
 loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
@@ -302,9 +302,10 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 with torch.no_grad():
     loss(model, batch)
 start = resident_peak()
-with Session(model, optimizer, loss, recipes.pliant(memory="4MB")) as session:
-    for _ in range(2):
+with Session(model, optimizer, loss, recipes.pliant(memory="16MB"), total_steps=8) as session:
+    for _ in range(4):
         session.step(batch)
+    assert session.selection.round == 1 and len(session.selection.units) > 1, "layers were chosen, after the head"
 print("rise", resident_peak() - start)
 """
 

@@ -332,10 +332,12 @@ class Loop:
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         agree = self.policy.signal.needs == "batches"
-        if agree:  # norms run as if everything trained
+        if agree and self.budget.memory is None:  # norms run as if everything trained
             self._hold_norms(self.params)
-        else:  # norms run as they do now; before anything is chosen, as if the head alone were
-            self._hold_norms(self.selection.params if self.controller.selection is not None else set(self.profile.head))
+        elif agree or self.controller.selection is None:  # as if the head alone did: so norms keep nothing
+            self._hold_norms(set(self.profile.head))
+        else:  # as they do now
+            self._hold_norms(self.selection.params)
         return self._probes.values(batch, self.beginning.batches if agree else (), round, self.progress, self.freezes)
 
     def _use(self, selection: Selection, start: Any) -> None:
