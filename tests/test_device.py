@@ -18,6 +18,7 @@ from torch import nn
 from pliant import Cost, Part, Policy, Selection, Unit, recipes
 from pliant.export import ExportError, Facts, apply_delta_, executorch
 from pliant.export.device import check
+from pliant.export.device import choose as choosing
 from pliant.export.device.arena import Buffer, busiest, place
 from pliant.export.device.export import cross_entropy
 from pliant.export.device.facts import save_delta
@@ -107,6 +108,21 @@ def test_tensors_that_live_together_do_not_overlap(buffers: list[Buffer]) -> Non
         for b, other in list(zip(buffers, offsets, strict=True))[:i]:
             apart = at + a.size <= other or other + b.size <= at
             assert apart or a.end < b.start or b.end < a.start
+
+
+def test_a_selection_is_trimmed_to_its_best_units_until_it_fits() -> None:
+    units = tuple(Unit(str(i), (Part(f"p{i}"),)) for i in range(9))
+    values = {unit: float(i) for i, unit in enumerate(units)}
+    chosen = Selection(units, Cost(), {}, 36.0)
+    seen: dict[frozenset[Any], choosing.Candidate] = {}
+
+    def trimmed(limit: int) -> list[str] | None:
+        made = choosing._trimmed(chosen, {units[0]}, seen, values, limit, lambda one: (None, 100 * len(one.units)))
+        return None if made is None else [unit.name for unit in made.selection.units]
+
+    assert trimmed(450) == ["0", "6", "7", "8"]  # the first stays in any case
+    assert trimmed(250) == ["0", "8"] and trimmed(150) == ["0"]
+    assert trimmed(50) is None and min(one.bytes for one in seen.values()) == 100
 
 
 # ---------------------------------------------------------------- the check
