@@ -83,6 +83,21 @@ SECTIONS = (
         ("memory_limits_cpu",),
     ),
     Section(
+        "On a device with ExecuTorch",
+        """Exported programs train on five traffic signs: 40 steps of one image, portable kernels, one thread, 50 test images.
+The three small networks see 128 px, the others 64.
+
+| column | meaning |
+|---|---|
+| planned bytes | the program's mutable memory: arena, gradients, weights that change |
+| measured | anonymous memory of the process beyond the same process with the program loaded and idle |
+| resident | the same with pages of files: code and frozen weights |
+| gradients off | largest difference from eager PyTorch, relative to the largest value of each gradient |
+| weights off | the same of the weights after the 40 steps; with int8, against unrounded frozen weights |""",
+        "python benchmarks/on_device.py --data DIR",
+        ("on_device_cpu",),
+    ),
+    Section(
         "Time of a step on each engine",
         "The same selection on every engine; in brackets, as a share of plain freezing in the faster layout.",
         "python benchmarks/step.py      # GPU: --device cuda",
