@@ -16,8 +16,9 @@ plain freezing with the model and the batch channels-last; ratios refer to the f
 and the batch in the default layout. `cache`: every batch was seen before, so a session reads the features before the first
 trained layer from its cache, which is on the device. On a GPU all ways use bfloat16 autocast, and channels-last for images.
 
-The ways take turns. CPU: CPU time of one thread (wall time of several), the fastest step of each. GPU: synchronised wall time,
-medians.
+The ways take turns. CPU: the fastest step of each, in CPU time of one thread, or wall time (of several, or with --wall where a
+system counts CPU time coarsely). Each way is in a process of its own there, since memory that one has freed makes the others
+faster. GPU: synchronised wall time, medians.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import copy
+import multiprocessing
 import time
 from collections.abc import Callable
 from functools import partial
@@ -85,7 +86,7 @@ def chosen_of(choice: str, model: nn.Module) -> list[str]:
 
 
 def taken_by(step: Callable[[], Any], setting: dict[str, Any]) -> float:
-    if setting.get("threads", 1) == 1:
+    if setting.get("threads", 1) == 1 and not setting.get("wall"):
         return seconds_of(step, setting["device"])
     start = time.perf_counter()
     step()
@@ -97,41 +98,74 @@ def plain_of(seconds: dict[str, float]) -> float:
     return min(taken for way, taken in seconds.items() if way.startswith("plain freezing"))
 
 
-def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str, Any]:
+def ways_of(name: str, setting: dict[str, Any]) -> list[str]:
+    on_cpu, images = setting["device"] == "cpu", name != "text_encoder"
+    layouts = ["plain freezing", "plain freezing, channels-last"] if on_cpu and images else ["plain freezing"]
+    return ["full, eager", *layouts, *([] if on_cpu else ["full, graphs"]), *setting["ways"]]
+
+
+def made(name: str, size: int, choice: str, way: str, setting: dict[str, Any]) -> tuple[Session | None, Callable[[], Any]]:
+    """One way with a network of its own, warmed up; and its session, if it has one."""
     device = setting["device"]
+    torch.set_num_threads(setting.get("threads", 1))
     torch.manual_seed(0)
     model = build(name, setting["pixels"]).to(device)
     batch = nets.batch(name, size, setting["pixels"], device)
-    if device == "cuda" and batch[0].dim() == 4:
+    if batch[0].dim() == 4 and (device == "cuda" or way.endswith("channels-last")):
         model = model.to(memory_format=torch.channels_last)
         batch = batch[0].to(memory_format=torch.channels_last), batch[1]
-    loss, everything, chosen = loss_on(device), last_share(model, 1.0), chosen_of(choice, model)
-    steps: dict[str, Callable[[], Any]] = {
-        "full, eager": plain_loop(copy.deepcopy(model), batch, loss, everything),
-        "plain freezing": plain_loop(copy.deepcopy(model), batch, loss, chosen),
-    }
-    if device == "cpu" and batch[0].dim() == 4:
-        other = copy.deepcopy(model).to(memory_format=torch.channels_last)
-        images = batch[0].to(memory_format=torch.channels_last)
-        steps["plain freezing, channels-last"] = plain_loop(other, (images, batch[1]), loss, chosen)
-    sessions = {}
-    if device == "cuda":
-        sessions["full, graphs"], steps["full, graphs"] = session(copy.deepcopy(model), batch, loss, everything, "graphs")
-    for way in setting["ways"]:
-        sessions[way], steps[way] = session(copy.deepcopy(model), batch, loss, chosen, way)
-    taken: dict[str, list[float]] = {way: [] for way in steps}
-    for way, step in steps.items():
-        for _ in range(WARM if way in sessions else 3):
-            step()
-    for _ in range(setting["repeats"]):
-        for way, step in steps.items():
-            row = [taken_by(step, setting) for _ in range(setting["in_a_row"])]
-            taken[way].append(row[-1])  # by then the processor's caches hold this way's data
-    seconds = {way: typical(several, device) for way, several in taken.items()}
-    ran = {way: mine.engine for way, mine in sessions.items()}
-    notes = {way: dict(mine.why_not) for way, mine in sessions.items()}
-    for mine in sessions.values():
-        mine.close()
+    loss, chosen = loss_on(device), chosen_of(choice, model) if not way.startswith("full") else last_share(model, 1.0)
+    mine: Session | None = None
+    if way == "full, eager" or way.startswith("plain freezing"):
+        step = plain_loop(model, batch, loss, chosen)
+    else:
+        mine, step = session(model, batch, loss, chosen, way.removeprefix("full, "))
+    for _ in range(WARM if mine is not None else 3):
+        step()
+    return mine, step
+
+
+def in_a_row(step: Callable[[], Any], setting: dict[str, Any]) -> float:
+    """Seconds of the last of a few steps: by then the processor's caches hold this way's data."""
+    return [taken_by(step, setting) for _ in range(setting["in_a_row"])][-1]
+
+
+def serve(there: Any, *given: Any) -> None:
+    """One way in a process of its own: take steps whenever asked, and say in the end what ran."""
+    mine, step = made(*given)
+    there.send(None)
+    while there.recv():
+        there.send(in_a_row(step, given[-1]))
+    there.send((mine.engine, dict(mine.why_not)) if mine is not None else None)
+
+
+def cell(name: str, size: int, choice: str, setting: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table."""
+    ways = ways_of(name, setting)
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    if setting["device"] == "cuda":
+        here = {way: made(name, size, choice, way, setting) for way in ways}
+        for _ in range(setting["repeats"]):
+            for way, (_, step) in here.items():
+                taken[way].append(in_a_row(step, setting))
+        ends = {way: (mine.engine, dict(mine.why_not)) for way, (mine, _) in here.items() if mine is not None}
+    else:
+        apart = multiprocessing.get_context("spawn")
+        pipes = {}
+        for way in ways:
+            pipes[way], there = apart.Pipe()
+            apart.Process(target=serve, args=(there, name, size, choice, way, setting), daemon=True).start()
+            there.close()
+            pipes[way].recv()  # ready: one starts after the other
+        for _ in range(setting["repeats"]):
+            for way, pipe in pipes.items():
+                pipe.send(True)
+                taken[way].append(pipe.recv())
+        for pipe in pipes.values():
+            pipe.send(False)
+        ends = {way: end for way, end in ((way, pipe.recv()) for way, pipe in pipes.items()) if end is not None}
+    seconds = {way: typical(several, setting["device"]) for way, several in taken.items()}
+    ran, notes = ({way: end[i] for way, end in ends.items()} for i in (0, 1))
     return {"network": name, "batch": size, "chosen": choice, "seconds": seconds, "ran": ran, "why_not": notes}
 
 
@@ -162,8 +196,10 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=None, help="engines to try, like 'prefix, cache' or 'lean+graphs'")
     parser.add_argument("--repeats", type=int, default=None)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--wall", action="store_true", help="wall time instead of CPU time: for machines with nothing else to do"
+    )
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     cuda = args.device == "cuda"
     if args.quick:
         args.networks, args.batches = args.networks or ["mobilenet_v2"], args.batches or [8]
@@ -176,7 +212,8 @@ def main() -> None:
         "ways": args.ways or list(ON_CUDA if cuda else ON_CPU),
     }
     if not cuda:
-        setting |= {"threads": args.threads, "onnxruntime": find_spec("onnxruntime") is not None}
+        setting |= {"threads": args.threads, "onnxruntime": find_spec("onnxruntime") is not None, "apart": True}
+        setting |= {"wall": True} if args.wall else {}
     out = record.out(args, "step")
     done = record.load(out, setting)
     known = {(c["network"], c["batch"], c["chosen"]) for c in done}

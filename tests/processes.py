@@ -25,14 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pliant import Policy, Session, recipes, schedule
 
-WORLD, STEPS, EVERY, SAMPLES = 2, 50, 5, 8  # samples: of the global batch
+WORLD, STEPS, EVERY, SAMPLES = 2, 24, 3, 8  # samples: of the global batch
 OFTEN = schedule.every(steps=EVERY)
 RECIPES: dict[str, Callable[[], Policy]] = {
     "full": recipes.full,
     "only": lambda: recipes.only("*1.*", "head*"),
     "last": lambda: recipes.last(time=0.7),
     "pliant": lambda: recipes.pliant(time=0.7, when=OFTEN, head_first=0),
-    "elastic_trainer": lambda: recipes.elastic_trainer(time=0.6, when=OFTEN),
+    "elastic_trainer": lambda: recipes.elastic_trainer(time=0.65, when=OFTEN),
     "lisa": lambda: recipes.lisa(layers=1, steps=EVERY),
     "tinytrain": lambda: recipes.tinytrain(memory=None, macs=0.65, when=OFTEN),  # channels, which DDP does not know
 }
@@ -75,7 +75,7 @@ def batch_no(step: int, rank: int | None = None) -> Any:
     """The global batch of a step, or a rank's share of it."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(SAMPLES, 4, dtype=torch.float64, generator=generator)
-    y = (x.roll(step // 10, dims=1)[:, :3] * (1 + step // 5)).argmax(1)  # what is to be learned changes, and so do choices
+    y = (x.roll(step // 6, dims=1)[:, :3] * (1 + step // 3)).argmax(1)  # what is to be learned changes, and so do choices
     share = slice(None) if rank is None else slice(rank * SAMPLES // WORLD, (rank + 1) * SAMPLES // WORLD)
     return x[share], y[share]
 

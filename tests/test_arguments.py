@@ -105,10 +105,10 @@ def test_two_sessions_do_not_share_parameters() -> None:
 
 def test_a_session_shows_what_it_does() -> None:
     model, optimizer = given()
-    policy = recipes.pliant(time=0.9, memory="1GB", head_first=0)
+    policy = recipes.pliant(time=1.0, memory="1GB", head_first=0)
     session = Session(model, optimizer, loss, policy, engine="plain", total_steps=3)
     assert repr(session) == (
-        "<Session: pliant(time=0.9, memory='1GB') on Blocks, step 0 of 3, engine plain, nothing measured or chosen yet>"
+        "<Session: pliant(time=1.0, memory='1GB') on Blocks, step 0 of 3, engine plain, nothing measured or chosen yet>"
     )
     for batch in batches(2):
         session.step(batch)

@@ -14,7 +14,7 @@ from oracle import differences, snapshot
 from torch import nn
 
 from pliant import Budget, Session, measure, recipes, score
-from pliant.session.beginning import BATCHES, Beginning, length
+from pliant.session.beginning import BATCHES, expected, length
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,6 +59,13 @@ def test_the_head_has_a_tenth_of_the_run_but_ten_steps_or_a_quarter() -> None:
         recipes.pliant(head_first=1.0)
 
 
+def test_a_curve_goes_on_as_a_power_of_steps() -> None:
+    curve = [(step + 0.5) ** -0.7 for step in range(4000)]
+    assert expected(curve[:1000]) == pytest.approx(sum(curve[1500:2000]) / 500, rel=0.03)
+    assert expected([2.0] * 5 + [3.0] * 5) == 3.0  # one that does not fall
+    assert expected([-1.0, -2.0]) == -2.0  # of numbers below zero it only says that they go no higher
+
+
 def test_the_head_trains_first_then_layers_are_chosen(tmp_path: Path) -> None:
     model, log = make(), tmp_path / "run.jsonl"
     start = {name: p.clone() for name, p in model.named_parameters()}
@@ -91,30 +98,6 @@ def test_a_selection_that_makes_the_loss_rise_is_taken_back(tmp_path: Path) -> N
         notes = [line["text"] for line in lines(log, "note") if "taken back" in line["text"]]
         assert len(notes) == 2 and "a quarter" in notes[0] and "the head alone trains" in notes[1]
         assert all(torch.equal(before[name], dict(model.named_parameters())[name]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("after", "taken_back"),
-    [
-        ([0.9] * 10, None),
-        ([2.0] * 5 + [0.9] * 5, None),  # it rises as features change, and falls below where the head was
-        ([0.5] * 5 + [2.0] * 5, 10),
-        ([1.0] * 10, 10),
-    ],
-)
-def test_the_loss_must_come_below_where_the_head_had_brought_it(after: list[float], taken_back: int | None) -> None:
-    model = make()
-    steps, begins = optimizer(model), Beginning()
-    for value in [2.0] * 5 + [1.0] * 5:
-        begins.see(torch.tensor(value))
-    begins.chose(model, steps, dict(model.named_parameters()), may=True)
-    judged = []
-    for number, value in enumerate(after, start=1):
-        begins.see(torch.tensor(value))
-        if begins.judge_(steps) is not None:
-            judged.append(number)
-    assert judged == ([] if taken_back is None else [taken_back])
-    assert begins.over == (taken_back is None)
 
 
 def test_a_run_that_is_saved_while_it_is_judged_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
@@ -153,7 +136,7 @@ def test_agreement_is_what_pairs_of_batches_agree_on_relative_to_the_weights() -
         assert mean == pytest.approx(float(sum(pairs)) / 6)
         error = ((weights * (turns - mean) ** 2).sum() / 2 / 6).sqrt()
         size = sum(float(p.detach().square().sum()) for p in params)
-        assert found[unit] == pytest.approx(float((mean - error) / size), rel=1e-4)
+        assert found[unit] == pytest.approx(float((mean - 2 * error) / size), rel=1e-4)
 
 
 def test_agreement_of_one_batch_is_its_squared_gradient() -> None:

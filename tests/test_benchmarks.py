@@ -233,10 +233,13 @@ def test_a_run_of_steps_in_turn_is_accepted_within_its_bounds() -> None:
     import turns
 
     def cell(step: float, corrections: int = 0) -> dict[str, Any]:
-        return {"network": "n", "recipe": "r", "asked": 0.5, "run": 0, "step": step, "mean": step, "corrections": corrections}
+        where = {"network": "n", "recipe": "r", "asked": 0.5, "run": 0, "begin": "second"}
+        return {**where, "step": step, "mean": step, "corrections": corrections}
 
     assert [bool(turns.missed(cell(step))) for step in (0.42, 0.43, 0.5, 0.535, 0.545)] == [True, False, False, False, True]
     assert not turns.missed(cell(0.5, 2)) and turns.missed(cell(0.5, 3)) == ["3 corrections"]
+    long = [{**cell(0.5), "mean": 0.6, "begin": begin} for begin in ("first", "second")]
+    assert [turns.missed(one) for one in long] == [[], ["all steps: +20.0%, at most +10%"]]
     assert "| 1 of 2 |" in turns.table([cell(0.5), cell(0.6)])
 
 

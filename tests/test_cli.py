@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def test_version_and_an_example_in_the_help_of_every_command() -> None:
         assert shown.exit_code == 0 and f"Example: pliant {name}" in text(shown)
 
 
-def test_the_demo_compares_plain_and_elastic(tmp_path: Path) -> None:
-    out = tmp_path / "demo.json"
+def test_the_demo_compares_plain_and_elastic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, digits = tmp_path / "demo.json", data.digits(32)
+    few = data.Split(digits.test.images[:40], digits.test.labels[:40])
+    monkeypatch.setattr(data, "digits", lambda *_: replace(digits, test=few))
     shown = run(["demo", "--steps", "2", "--batch", "4", "--size", "32", "--time", "0.8", "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     plain, elastic = json.loads(out.read_text())

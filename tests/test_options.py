@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields
 from typing import Any
 
@@ -17,6 +18,7 @@ run = CliRunner().invoke
 
 
 def parameters(command: str) -> dict[str, Any]:
+    importlib.import_module(f"pliant.cli.{command}")  # the group imports a command when it is called
     group: Any = typer.main.get_command(cli.app)
     return {parameter.name: parameter for parameter in group.commands[command].params}
 

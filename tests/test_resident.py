@@ -162,7 +162,7 @@ def test_nothing_is_timed_where_memory_alone_is_limited(monkeypatch: pytest.Monk
 
 
 def test_seconds_are_measured_on_as_many_samples_as_fit() -> None:
-    with session(memory="100KB", time=0.9) as open_session:
+    with session(memory="100KB", time=1.0) as open_session:
         open_session.step(few(32))
         profile = open_session.profile
     assert 2 <= profile.origin["samples"] < 32
@@ -172,7 +172,7 @@ def test_seconds_are_measured_on_as_many_samples_as_fit() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     shapes = measure.spared(model, optimizer, loss, batch, graph=measure.read_graph(model, loss, batch, kernels=True))
     assert profile.full.bytes == shapes.full.bytes, "bytes are those of all samples"
-    with session(memory="1GB", time=0.9) as open_session:
+    with session(memory="1GB", time=1.0) as open_session:
         open_session.step(few(32))
         assert "samples" not in open_session.profile.origin, "all of them fit"
 
@@ -184,7 +184,7 @@ def test_a_loss_that_needs_the_whole_batch_is_measured_with_it() -> None:
         return loss(model, batch)
 
     model = net()
-    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), whole, recipes.pliant(time=0.9, memory="50KB")) as found:
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), whole, recipes.pliant(time=1.0, memory="50KB")) as found:
         found.step(few(16))
         assert "samples" not in found.profile.origin and found.profile.full.seconds > 0
 

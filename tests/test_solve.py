@@ -134,7 +134,7 @@ def test_the_table_equals_branch_and_bound_on_longer_chains(seed: int) -> None:
     assert table == pytest.approx(exact, rel=TIE)
 
 
-@laws(1000)
+@laws(500)
 @given(problems("graph", least=4, limits=3))
 def test_milp_is_the_best_on_graphs_under_several_limits(graph: Problem) -> None:
     chosen = milp()(graph)

@@ -307,13 +307,12 @@ def test_a_slice_of_a_depthwise_convolution_still_trains() -> None:
 # ---------------------------------------------------------------- prices
 
 
-def test_prices_are_of_swapped_passes_and_so_is_what_shares_are_shares_of() -> None:
-    """A share of a budget then chooses the same, whatever the kernels: what they save is time."""
-    model, around, step = inverted(), [], StepTiming.step
+def test_prices_are_of_swapped_passes_and_shares_of_plain_full_steps() -> None:
+    """A share is one of the step that anybody would take; what kernels save goes into training more."""
+    model, full, around, step = inverted(), [], [], StepTiming.step
 
     def kept(trial: StepTiming, *how: Any) -> Any:
-        if trial.norms.rule == "as-is":  # a plain full step
-            around.append(trial.around)
+        (full if trial.norms.rule == "as-is" else around).append(trial.around)  # a plain full step, or another
         return step(trial, *how)
 
     def walked(*what: Any) -> Any:
@@ -323,7 +322,7 @@ def test_prices_are_of_swapped_passes_and_so_is_what_shares_are_shares_of() -> N
     ran: list[set[str]] = []
     with patch.object(StepTiming, "step", kept), patch.object(passes, "walk", walked):
         profiles = [measure.timed(model, sgd(model), loss, some(), norm="frozen", around=one) for one in (Swapped, nullcontext)]
-    assert list(dict.fromkeys(around)) == [Swapped, nullcontext]
+    assert {*full} == {nullcontext} and list(dict.fromkeys(around)) == [Swapped, nullcontext]
     ours = ["_DepthwiseBackward" in names for names in ran]
     assert ours == sorted(ours, reverse=True) and {*ours} == {True, False}  # all passes of the first, none of the second
     charges = [[(c.name, c.kind, c.params, c.cost.macs) for c in profile.charges] for profile in profiles]

@@ -13,8 +13,9 @@ from oracle import differences, snapshot
 from torch import nn
 from zoo import adamw, sgd
 
-from pliant import Policy, Session, measure, schedule, score, solve, units
-from pliant.runtime.optimizer_step import Update
+from pliant import Policy, Session, measure, recipes, schedule, score, solve, units
+from pliant.runtime import fused_optimizer
+from pliant.runtime.optimizer_step import Update, even_out_
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -147,3 +148,56 @@ def test_slices_may_join_a_fused_sgd_in_the_callers_loop() -> None:
             optimizer.step()
             chosen.append(session.selection.units)
     assert len(set(chosen)) > 2
+
+
+MADE: dict[str, Any] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "dampened": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "foreach": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_fused_step_is_the_optimizers_own(name: str) -> None:
+    """Parameters that join later, and one that is not contiguous, included; the optimizer is as it was found."""
+    torch.manual_seed(0)
+    one = nn.ParameterList([torch.randn(4, 3), torch.randn(3, 4).t(), torch.randn(5)])
+    other = copy.deepcopy(one)
+    ours, plain = MADE[name](one), MADE[name](other)
+    before = {key: value for key, value in ours.param_groups[0].items() if key != "params"}
+    attributes = set(vars(ours))
+    for step in range(4):
+        for k, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            is_in = k != 1 - step // 2 * 2 and (k != 2 or step > 0)  # the second joins last, the third after a step
+            mine.grad = torch.randn(mine.shape) if is_in else None
+            theirs.grad = None if mine.grad is None else mine.grad.clone()
+        even_out_(ours)
+        with fused_optimizer.fused(ours):
+            even_out_(ours)
+            ours.step()
+        even_out_(plain)
+        plain.step()
+    torch.testing.assert_close(list(one), list(other), rtol=1e-5, atol=1e-6)
+    assert {key: value for key, value in ours.param_groups[0].items() if key != "params"} == before
+    assert set(vars(ours)) == attributes
+
+
+def test_prefix_steps_are_fused_and_plain_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Any]()
+    original = torch.optim.SGD.step
+
+    def step(self: Any, *given: Any) -> Any:
+        asked.append(self.param_groups[0]["fused"])
+        return original(self, *given)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    for engine, wanted in (("plain", None), ("prefix", True)):
+        model = make()
+        with Session(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, recipes.only("2.*"), engine=engine) as session:
+            session.step(data(1)[0])
+            assert asked.pop() is wanted and session.optimizer.param_groups[0]["fused"] is None

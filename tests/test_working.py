@@ -25,7 +25,7 @@ def test_measuring_and_scoring_tell_how_far_they_are() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         listening(Listener(lambda *said: heard.append(said))),
-        Session(model, optimizer, loss, recipes.pliant(time=0.7, head_first=0)) as session,
+        Session(model, optimizer, loss, recipes.pliant(time=1.0, head_first=0)) as session,
     ):
         session.step(batches(1)[0])
     phases = dict.fromkeys(what for what, _, _ in heard)

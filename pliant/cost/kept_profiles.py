@@ -32,12 +32,12 @@ from pliant.cost.profile import Profile
 from pliant.graph.backward import Graph, Node
 from pliant.graph.saved_tensors import Saves
 from pliant.runtime import batches
-from pliant.runtime.batches import Around, Loss
+from pliant.runtime.batches import Around, Loss, Ready
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.files import cache_folder
 from pliant.runtime.optimizer_step import Update
 
-_WAY = 1  # of measuring: another number where `measure.timed` finds other prices than before
+_WAY = 2  # of measuring: another number where `measure.timed` finds other prices than before
 _MOST = 100  # profiles that are kept: the oldest leave, so that changing batches do not fill a disk
 _NAME = re.compile(r"[0-9a-f]{32}\.json")
 
@@ -69,6 +69,7 @@ def recall(
     norm: NormRule,
     around: Around,
     prices: KernelPrices,
+    ready: Ready | None,
 ) -> tuple[Profile, str | None]:
     """The profile that is kept for these conditions, else a new one by `cost`, which is kept; and what a log should say.
 
@@ -77,7 +78,8 @@ def recall(
     """
 
     def measured() -> Profile:
-        how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "around": around, "prices": prices}
+        how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm}
+        how |= {"around": around, "prices": prices, "ready": ready}
         return (within(cost, spare) if spare is not None else cost)(model, optimizer, loss, batch, **how)
 
     keeps = cost is timed and (spare is None or needs_seconds(model, spare)) and os.environ.get("PLIANT_PROFILES") != "off"
@@ -86,7 +88,7 @@ def recall(
         return measured(), None
     now = origin(model, batch, update, norm)
     facts = now, _of_tensors(model, batch), _of_graph(graph), _of_optimizer(model, optimizer), _of_settings()
-    step = update.clip is not None, update.scaler is not None, _name(around), prices.of_batch, prices.of_running
+    step = update.clip is not None, update.scaler is not None, _name(around), prices.of_batch, prices.of_running, _name(ready)
     room = None if spare is None else "changing" if callable(spare.memory) else spare.memory  # decides on how many samples
     key = hashlib.sha256(repr((facts, step, room)).encode()).hexdigest()[:32]
     path = place / f"{key}.json"
@@ -226,6 +228,7 @@ def _of_settings() -> Mapping[str, Any]:
         "python": platform.python_version(),
         "torch": [torch.__version__, torch.version.cuda, backends.cudnn.version() if torch.cuda.is_available() else None],
         "triton": find_spec("triton") is not None,
+        "runtime": [find_spec(name) is not None for name in ("onnxruntime", "onnx")],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn": [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
         "onednn": backends.mkldnn.enabled,

@@ -1,7 +1,7 @@
 """Model, loss and batch → `Profile`: `timed` (seconds, beside bytes and MACs) and `counted` (bytes and MACs from shapes).
 
-Every cost function is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…)`; what it
-does not need, it ignores.
+Every cost function is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…, ready=…)`;
+what it does not need, it ignores.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from pliant.cost.node_timing import NodeTiming
 from pliant.cost.peaks import Peaks, roof_seconds
 from pliant.cost.profile import Profile
 from pliant.cost.step_timing import StepTiming, optimizer_sizes, state_sizes
-from pliant.graph.backward import Graph, compute_loss, trainable
+from pliant.graph.backward import Graph, compute_loss, trainable, walk, wiring
 from pliant.graph.readings import read_all
 from pliant.runtime import batches
-from pliant.runtime.batches import Around, Loss
+from pliant.runtime.batches import Around, Loss, Ready
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch, device_name, undisturbed
 from pliant.runtime.energy import Meter
 from pliant.runtime.memory import LiveBytes, StandIns, inference_peak, storage
 from pliant.runtime.optimizer_step import Update
+from pliant.runtime.rng import seed_
 from pliant.runtime.sandbox import sandbox
 
 _PYTORCH = KernelPrices()
@@ -63,6 +64,7 @@ def counted(
     norm: NormRule = "auto",
     around: Around = nullcontext,
     prices: KernelPrices = _PYTORCH,
+    ready: Ready | None = None,
 ) -> Profile:
     """MACs and bytes of a step from the shapes of one real batch. Knows no seconds.
 
@@ -98,7 +100,8 @@ def timed(
     norm: NormRule = "auto",
     around: Around = nullcontext,
     prices: KernelPrices = _PYTORCH,
-    repeats: int = 2,
+    ready: Ready | None = None,
+    repeats: int | None = None,
     samples: int | None = None,
 ) -> Profile:
     """Seconds of a step on this device, read with hooks on the nodes of the backward graph. Leaves no trace.
@@ -112,15 +115,18 @@ def timed(
     On the CPU the clock is this thread's CPU time if torch uses one thread, else wall time. On CUDA it is events; what the GPU
     takes if it never waits for a launch is measured too, since a captured step costs that (`Profile.on`). `prices` says where
     captured steps run kernels of the engine. `update` says how gradients become a step (clipping, scaling, accumulation).
-    `graph` is what `read_graph` gave for the same model, loss, batch and `norm`; it is read here where it is not given. Forward
-    passes run inside `around()`, those of the full step included: custom kernels shorten both, so a share means the same.
+    `graph` is what `read_graph` gave for the same model, loss, batch and `norm`; it is read here where it is not given. Nodes
+    are timed inside `around()`, and whole steps run their forward pass as `ready(batch)` gives it, as a session runs them. The
+    full step that a share refers to is plain PyTorch, as anybody would run it.
     With `samples`, seconds are measured on so many samples of the batch and scaled, and bytes are counted from shapes: for
     where there is no room for a full step. Costs about twelve full steps.
     """
-    if repeats < 1:
+    if repeats is not None and repeats < 1:
         raise ValueError(f"timed(repeats={repeats}): at least one.")
     update = update or Update()
     params = trainable(model)
+    on_cpu = next(iter(params.values())).device.type == "cpu"
+    repeats = repeats or (1 if on_cpu else 2)  # clocks of a GPU move
     norm = _settled(model, loss, batch, norm)
     graph = graph or read_graph(model, loss, batch, norm)
     some, more = batch, 1.0
@@ -128,7 +134,7 @@ def timed(
         some, more = batches.part(batch, samples), (batches.size(batch) or samples) / samples
     if graph.others:
         how: dict[str, Any] = {"update": update, "norm": norm, "around": around, "prices": prices}
-        how |= {"repeats": repeats, "samples": samples}
+        how |= {"ready": ready, "repeats": repeats, "samples": samples}
         return mean([timed(model, optimizer, loss, batch, graph=one, **how) for one in graph.readings])
     where = _taken({**origin(model, batch, update, norm), **facts(graph), **({"samples": samples} if samples else {})})
     with sandbox(model), undisturbed():
@@ -136,9 +142,11 @@ def timed(
         norms.hold_(params, params)
         passes = NodeTiming(model, loss, some, graph, params, norms, around, prices)
         times, alone = passes.times(repeats)
-        sizes = passes.sizes() if samples is None else Sizes.counted(graph, {}, norms_differ=norm == "chosen")
+        counts = on_cpu and not any(node.outward for node in graph.nodes)  # else shapes do not tell what is kept for inputs
+        counts = counts or samples is not None
+        sizes = Sizes.counted(graph, {}, norms_differ=norm == "chosen") if counts else passes.sizes()
         sizes = replace(sizes, **optimizer_sizes(optimizer, params))
-        like = update.apart(), around, not graph.all_trainable, graph.seed
+        like = update.apart(), around, not graph.all_trainable, graph.seed, ready
         trial = StepTiming(model, optimizer, loss, some, params, norms, *like)
         stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
         profile = trial.calibrated(
@@ -148,7 +156,8 @@ def timed(
             where,
             repeats,
             steady=not passes.is_bound_by_launches,
-            plain=norm == "frozen",  # a plain full step uses batch statistics
+            # In a plain full step norms use batch statistics, and kernels are PyTorch's.
+            plain=norm == "frozen" or around is not nullcontext or ready is not None,
             times_more=more,
         )
         if alone is not None:
@@ -165,7 +174,6 @@ def power(
     meter: Meter,
     *,
     update: Update | None = None,
-    around: Around = nullcontext,
     least: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
@@ -175,9 +183,7 @@ def power(
     """
     params = trainable(model)
     with sandbox(model), undisturbed():
-        trial = StepTiming(
-            model, optimizer, loss, batch, params, BatchNormModes(model, "as-is"), (update or Update()).apart(), around
-        )
+        trial = StepTiming(model, optimizer, loss, batch, params, BatchNormModes(model, "as-is"), (update or Update()).apart())
         return trial.watts(meter, least, clock)
 
 
@@ -185,17 +191,33 @@ def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
     """The same measurement where memory is short: of large tensors only shapes are kept for backward (`memory.StandIns`). A
     model whose backward pass needs real values is measured with them."""
 
-    def measured(model: nn.Module, *how: Any, **more: Any) -> Profile:
-        try:
-            with torch.autograd.set_detect_anomaly(False), StandIns(model):
-                return cost(model, *how, **more)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # where values were read; an error with another cause comes again below
-            pass
-        return cost(model, *how, **more)  # outside the handler, which would keep the failed graph alive
+    def measured(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
+        with torch.autograd.set_detect_anomaly(False), StandIns(model):
+            if runs_through(model, loss, batch):
+                return cost(model, optimizer, loss, batch, **how)
+        return cost(model, optimizer, loss, batch, **how)
 
     return measured
+
+
+def runs_through(model: nn.Module, loss: Loss, batch: Any, graph: Graph | None = None) -> bool:
+    """Whether a forward and a backward pass of such a batch run, and in the way of this `graph`. Leaves no trace.
+
+    The code that may refuse is the user's: any error of it says no, save for memory that is not there.
+    """
+    params = trainable(model)
+    with sandbox(model):
+        if graph is not None and graph.seed is not None:
+            seed_(graph.seed)
+        try:
+            value = compute_loss(model, loss, batch)
+            found = [inputs for inputs, _ in wiring(walk(value), params)]
+            torch.autograd.grad(value, list(params.values()), allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            return False
+    return graph is None or graph.is_wired_like(found)
 
 
 def modelled(peaks: Peaks, launch: float = 5e-6) -> Callable[..., Profile]:
@@ -229,6 +251,7 @@ def _from_shapes(
     norm: NormRule = "auto",
     around: Around = nullcontext,
     prices: KernelPrices = _PYTORCH,
+    ready: Ready | None = None,
     held: Mapping[str, Any] | None = None,
 ) -> Profile:
     """A profile without a measurement: the graph of one real batch, priced. `there` is what differs from here, and `held` what
@@ -333,10 +356,9 @@ class FullStep:
         watch: Watch,
         *,
         update: Update | None = None,
-        around: Around = nullcontext,
     ) -> None:
         update = (update or Update()).apart()
-        self._trial = StepTiming(model, optimizer, loss, None, params, BatchNormModes(model, "as-is"), update, around)
+        self._trial = StepTiming(model, optimizer, loss, None, params, BatchNormModes(model, "as-is"), update)
         self._trial.watch = watch
 
     def seconds(self, batch: Any) -> float:

@@ -77,16 +77,21 @@ class NodeTiming:
         On CUDA also those of the GPU alone, which is what a captured step takes.
         """
         everything, inputs = (_Fastest(len(self.graph.nodes)) for _ in range(2))
-        slots: list[_Fastest | None] = [_Fastest(len(self.graph.nodes)) for _ in self.slots]
+        few = repeats == 1 and not self.watch.cuda  # then biases alone are timed apart
+        norms = {name for node in self.graph.nodes if node.is_norm for name in node.params}
+        asked = [[name for name in slot if not few or (k and name not in norms)] for k, slot in enumerate(self.slots)]
+        slots = [_Fastest(len(self.graph.nodes)) if slot else None for slot in asked]
         differ = self._modes_differ()
         forward: dict[bool, list[float]] = {True: [], False: []}
         for turn in told("timing layers", range(repeats)):
             value, live, seconds = self._run(self.used)
             forward[True].append(seconds)
+            if turn == 0 and not self.watch.cuda:
+                self._see(_Fastest(len(live)), value, live, self.used)  # a first pass makes PyTorch's kernels
             self._see(everything, value, live, self.used)
             # Where a GPU waits for launches, a node's time is shared evenly, and the GPU alone is timed closely.
-            for k, slot in enumerate(self.slots) if turn <= repeats // 3 else ():  # fine differences: fewer rounds will do
-                slots[k] = self._see_slot(slots[k], value, live, slot)
+            for k, slot in enumerate(asked) if turn <= repeats // 3 else ():  # fine differences: fewer rounds will do
+                slots[k] = self._see_slot(slots[k], value, live, slot, roots=not {*slot} <= {*self.graph.head})
             if differ:
                 del value, live
                 value, live, seconds = self._run([])
@@ -113,11 +118,14 @@ class NodeTiming:
                 on_running = np.where(custom, np.minimum(on_running, kernel), on_running)
             alone = {
                 (i, node.params[k]): max(float(of(seen)[i] - on_running[i]), 0.0)
-                for k, (slot, seen) in enumerate(zip(self.slots, slots, strict=True))
+                for k, (slot, seen) in enumerate(zip(asked, slots, strict=True))
                 if seen is not None and apart
                 for i, node in enumerate(self.graph.nodes)
                 if len(node.params) > max(k, 1) and node.params[k] in slot
             }
+            for i, node in enumerate(self.graph.nodes) if few else ():
+                if node.is_norm:  # scale and shift come from one pass
+                    alone |= {(i, name): max(float(together[i] - on_running[i]), 0.0) for name in node.params}
             return Times(
                 together, on_running, alone, self._norm_shares(max(on_batch_stats - on_running_stats, 0.0)), on_running_stats
             )
@@ -163,12 +171,12 @@ class NodeTiming:
                 return issued
 
     def _see_slot(
-        self, seen: _Fastest | None, value: torch.Tensor, live: Sequence[Any], slot: Sequence[str]
+        self, seen: _Fastest | None, value: torch.Tensor, live: Sequence[Any], slot: Sequence[str], roots: bool
     ) -> _Fastest | None:
         """Some kernels cannot be asked for one parameter's gradient while another is trainable: then it stays unknown."""
         if seen is not None:
             try:
-                self._see(seen, value, live, slot, roots=True, issuing=not self.is_bound_by_launches)
+                self._see(seen, value, live, slot, roots, issuing=not self.is_bound_by_launches)
             except RuntimeError:
                 return None
         return seen

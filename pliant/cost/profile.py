@@ -54,6 +54,7 @@ class Profile:
     the layers from the loss to the first chosen one. `other_seconds` are those of each charge, and last of `base` with nothing
     spared, for captured steps; where the profile is one of captured steps, for steps that are not. Empty: no difference known.
 
+    `prefix_saves` is the share of the prefix's seconds that eager steps save where they run it as inference, as measured.
     `watts` is the mean power of training steps, where it is measured: joules are watts × seconds.
     """
 
@@ -72,6 +73,7 @@ class Profile:
     spared: float = 0.0
     other_seconds: tuple[float, ...] = ()
     watts: float | None = None
+    prefix_saves: float = 0.0
 
     def __post_init__(self) -> None:
         for i, charge in enumerate(self.charges):
@@ -84,9 +86,10 @@ class Profile:
 
     def on(self, mode: Mode, spared: float | None = None) -> Profile:
         """The same profile for steps that run in this mode, of whose prefix such a share is spared; 1.0 is still a plain full
-        step. Without `spared`: all of it with a cache, none in eager steps, `SPARED_BY_INFERENCE` in captured ones."""
+        step. Without `spared`: all of it with a cache, `SPARED_BY_INFERENCE` in captured steps, `prefix_saves` in others."""
         if spared is None:
-            spared = 1.0 if mode.cached else SPARED_BY_INFERENCE if mode.prefix and mode.graphs else 0.0
+            by_inference = SPARED_BY_INFERENCE if mode.graphs else self.prefix_saves
+            spared = 1.0 if mode.cached else by_inference if mode.prefix else 0.0
         if not 0 <= spared <= 1:
             raise ValueError(f"spared={spared}: a share of the forward pass before the first chosen layer, from 0 to 1.")
         if mode.graphs != self.mode.graphs and self.other_seconds:

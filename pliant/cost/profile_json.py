@@ -42,8 +42,9 @@ _PROFILE = {
     "shapes": {str: [int]},
     "transposed": [str],
     "watts": _MAYBE_NUMBER,
+    "prefix_saves": NUMBER,
 }
-_ADDED: dict[str, Any] = {"transposed": [], "watts": None}  # later: an older profile has none
+_ADDED: dict[str, Any] = {"transposed": [], "watts": None, "prefix_saves": 0.0}  # later: an older profile has none
 
 
 def to_json(profile: Any) -> dict[str, Any]:
@@ -64,6 +65,7 @@ def to_json(profile: Any) -> dict[str, Any]:
         "shapes": {name: list(shape) for name, shape in profile.shapes.items()},
         "transposed": list(profile.transposed),
         "watts": profile.watts,
+        "prefix_saves": profile.prefix_saves,
     }
 
 
@@ -90,6 +92,7 @@ def fields_of(data: Mapping[str, Any]) -> dict[str, Any]:
         "other_seconds": tuple(data["other_seconds"]),
         "transposed": tuple(data["transposed"]),
         "watts": data["watts"],
+        "prefix_saves": data["prefix_saves"],
     }
 
 

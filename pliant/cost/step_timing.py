@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from pliant.core.mode import Mode
 from pliant.core.types import Part, Unit
 from pliant.cost import from_graph as charges
 from pliant.cost.charge import ChargeKind
 from pliant.cost.measurements import Array, Sizes, Times
 from pliant.cost.profile import Profile
 from pliant.graph.backward import Graph, compute_loss, read
-from pliant.runtime.batches import Around, Loss
+from pliant.runtime.batches import Around, Loss, Ready
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
 from pliant.runtime.energy import Meter, MeterError
@@ -32,7 +33,7 @@ from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
 from pliant.runtime.working import told
 
 _NOISE = 0.01  # relative, of a whole step
-_TRUST = {"cpu": 0.1, "cuda": 0.5}  # how far the parts may be off: on CUDA hooks change what they measure
+_TRUST = 0.1, 0.5  # how far the parts may be off; and where they are not those that run: by hooks on CUDA, or by the engine
 _READ_EVERY, _MOST_AT_ONCE = 0.02, 1000  # seconds, and steps, that run before an energy meter is read again
 _PATIENCE = 10.0  # seconds that an energy meter may stand still
 _UNSEEN = 5e-6, 2e-5  # seconds per node that no hook sees, and how far off that may be
@@ -52,6 +53,7 @@ class StepTiming:
     around: Around = nullcontext
     freeze: bool = True  # whether a step freezes what it does not train
     seed: int | None = None  # of the random numbers that each step starts from; None: they go on
+    ready: Ready | None = None  # how forward passes run; None: as PyTorch runs them, inside of `around()`
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,14 +76,18 @@ class StepTiming:
         for copy in self._copies.values():
             copy.grad = None
         self._trained = [name for name in self.params if name in chosen]
+        self._forward = self._as_written if self.ready is None else self.ready(self.batch)
         if self.seed is not None:
             seed_(self.seed)
         seconds, _ = self.watch.time(self._step)
         return seconds
 
-    def _step(self) -> None:
+    def _as_written(self) -> torch.Tensor:
         with self.around():
-            value = compute_loss(self.model, self.loss, self.batch)
+            return compute_loss(self.model, self.loss, self.batch)
+
+    def _step(self) -> None:
+        value = self._forward()
         grads = self.update.gradients(value, [self.params[name] for name in self._trained])
         for name, grad in zip(self._trained, grads, strict=True):
             if name in self._copies:
@@ -183,83 +189,94 @@ class StepTiming:
     ) -> Profile:
         """The profile whose parts are scaled so that they add up to whole steps, from the head alone to everything.
 
-        The steps take turns, and each is compared with the full step of its turn: other work slows both. With `plain`, a step
-        of plain training takes turns too, with every mode as it is found. A GPU's clock is `steady` unless it waits for the
-        CPU. The profile is one of batches with so many `times_more` samples.
+        The steps take turns, and each is compared with the full step of its turn: other work slows both. With `plain`, that is
+        a step of plain training: PyTorch's own kernels, and every mode as it is found. A GPU's clock is `steady` unless it
+        waits for the CPU. The profile is one of batches with so many `times_more` samples.
         """
         draft = charges.profile(graph, times, sizes, origin)
-        rungs = _rungs(graph, draft)
+        few = repeats == 1 and not self.watch.cuda
+        rungs = _rungs(graph, draft, deepest=not few, everything=not (few and plain))
+        if self.around is not nullcontext or self.ready is not None:
+            self._plain_step()  # makes PyTorch's kernels, which nothing has used so far
 
         def turn() -> list[float]:
-            return [self.step(rung) for rung in rungs] + [self._plain_step() for _ in range(plain)]
+            full = [self._plain_step() for _ in range(plain)]
+            return [self.step(rung) for rung in rungs] + full
 
         some = range(1 if self.watch.cuda and steady else repeats)  # a steady clock needs one
         turns = np.array([turn() for _ in told("timing steps", some)])
-        if (_shares(turns, rungs).max(0) > 1.2 * _shares(turns, rungs).min(0)).any():  # one of them was much disturbed
+        if (_shares(turns).max(0) > 1.2 * _shares(turns).min(0)).any():  # one of them was much disturbed
             turns = np.array([*turns, turn()])
-        full = turns[:, len(rungs) - 1]
-        measured = np.median(_shares(turns, rungs), axis=0) * (self.watch.typical(full.tolist()) if steady else full.min())
-        parts = np.array([_parts(graph, draft, times, rung) for rung in rungs])
-        scales = _scales(parts, measured[: len(rungs)], _TRUST["cuda" if self.watch.cuda else "cpu"])
+        full = turns[:, -1]
+        measured = np.median(_shares(turns), axis=0) * (self.watch.typical(full.tolist()) if steady else full.min())
+        parts = np.array([_parts(graph, draft, times, rung) for rung in rungs])[:, : 6 + (self.ready is not None)]
+        scales = _scales(parts, measured[: len(rungs)], _TRUST[self.watch.cuda or self.ready is not None])
         better = _rescaled(graph, times, scales)
-        backward = parts[-1] @ scales - (parts[-1] * scales)[[0, 3]].sum()
+        whole = np.array(_parts(graph, draft, times, self.params))[: len(scales)] * scales
+        backward = whole.sum() - whole[[0, 3]].sum()
         profile = replace(
             charges.profile(graph, better.of_more(times_more), sizes, origin, self.update.accumulate),
-            coverage=1 - float(parts[-1][5] * scales[5] / backward) if backward > 0 else None,
+            coverage=1 - float(whole[5] / backward) if backward > 0 else None,
             checks=tuple(
                 (float(p @ scales) * times_more, float(t.min()) * times_more, float(t.max()) * times_more)
                 for p, t in zip(parts, turns.T, strict=False)
             ),
         )
-        whole = profile.cost([_unit(profile.params)])
-        return replace(profile, plain=replace(whole, seconds=float(measured[-1]) * times_more)) if plain else profile
+        if self.ready is not None:
+            profile = replace(profile, prefix_saves=min(float(scales[6] / max(scales[0], 1e-12)), 1.0))
+        if not plain:
+            return profile
+        batches = max(float(measured[-1] - whole[3]), 0.0) * times_more * self.update.accumulate
+        return replace(profile, plain=replace(profile.cost([_unit(profile.params)]), seconds=batches + float(whole[3])))
 
     def _plain_step(self) -> float:
         """Seconds of a step of plain training."""
         self.norms.release_()
-        held, self.norms = self.norms, BatchNormModes(self.model, "as-is")
+        held = self.norms, self.around, self.ready
+        self.norms, self.around, self.ready = BatchNormModes(self.model, "as-is"), nullcontext, None
         try:
             return self.step(self.params)
         finally:
-            self.norms = held
+            self.norms, self.around, self.ready = held
 
 
 def _unit(names: Collection[str]) -> Unit:
     return Unit("*", tuple(Part(name) for name in names))
 
 
-def _rungs(graph: Graph, draft: Profile) -> list[set[str]]:
-    """What the whole steps train: the head; the head and the deepest weight; the layers nearest the loss, up to half of the
-    cost; everything."""
+def _rungs(graph: Graph, draft: Profile, deepest: bool, everything: bool) -> list[set[str]]:
+    """What the whole steps train: the head; the head and the deepest weight, if asked for; the layers nearest the loss, up to
+    half of the cost; everything, if asked for."""
     order = graph.order()
     near = sorted(order, key=lambda name: order[name])
-    head, everything = set(draft.head), set(near)
-    low, high = draft.cost([_unit(head)]).seconds, draft.cost([_unit(everything)]).seconds
+    head = set(draft.head)
+    low, high = draft.cost([_unit(head)]).seconds, draft.cost([_unit(near)]).seconds
     middle = bisect.bisect_left(
         range(len(near)), (low + high) / 2, key=lambda n: draft.cost([_unit(head | set(near[: n + 1]))]).seconds
     )
     half = head | set(near[: middle + 1])
-    deepest = next((name for name in reversed(near) if not graph.nodes[order[name]].is_norm), near[-1])
+    last = next((name for name in reversed(near) if not graph.nodes[order[name]].is_norm), near[-1])
     rungs: list[set[str]] = []
-    for rung in (head, head | {deepest}, half, everything):
+    for rung in (head, (head | {last}) if deepest else set(), half, set(near) if everything else set()):
         if rung and rung not in rungs:
             rungs.append(rung)
     return rungs
 
 
-def _shares(turns: Array, rungs: Sequence[set[str]]) -> Array:
-    """Each step over the full step of its turn. A coarse clock may not see a small step."""
-    return turns / np.maximum(turns[:, [len(rungs) - 1]], 1e-12)
+def _shares(turns: Array) -> Array:
+    """Each step over the full step of its turn, which is the last. A coarse clock may not see a small step."""
+    return turns / np.maximum(turns[:, [-1]], 1e-12)
 
 
 def _parts(graph: Graph, profile: Profile, times: Times, rung: Collection[str]) -> list[float]:
-    """Seconds of a step by part: forward, input gradients, parameters' gradients, optimizer, norms; and the nodes that run."""
+    """Seconds of a step by part: forward, input gradients, parameters' gradients, optimizer, norms; the nodes that run; and
+    what can be saved of the forward pass, before the first layer that trains."""
     norms = {name for node in graph.nodes if node.is_norm for name in node.params}
-    parts = [times.forward, 0.0, 0.0, times.fixed, 0.0, 0.0]
-    for charge in profile.due([_unit(rung)]):
+    parts = [times.forward, 0.0, 0.0, times.fixed, 0.0, 0.0, -times.forward]
+    for charge in profile.on(Mode(cached=True)).due([_unit(rung)]):
         of_norms = norms.issuperset(charge.params)
-        part = {ChargeKind.WEIGHT_GRAD: 4 if of_norms else 2, ChargeKind.OPTIMIZER: 3}.get(charge.kind, 1)
-        parts[part] += charge.cost.seconds
+        of_kind = {ChargeKind.WEIGHT_GRAD: 4 if of_norms else 2, ChargeKind.OPTIMIZER: 3, ChargeKind.FORWARD: 6}
+        parts[of_kind.get(charge.kind, 1)] += charge.cost.seconds
         parts[5] += charge.kind is ChargeKind.NODE
     return parts
 
@@ -269,8 +286,8 @@ def _scales(parts: Array, measured: Array, trust: float) -> Array:
 
     Least squares: a whole step is known up to `_NOISE`, a part up to `trust`.
     """
-    start = np.array([1.0, 1.0, 1.0, 1.0, 1.0, _UNSEEN[0]])
-    width = np.array([trust, trust, trust, trust, trust, _UNSEEN[1]])
+    start = np.array([1.0, 1.0, 1.0, 1.0, 1.0, _UNSEEN[0], 0.0])[: parts.shape[1]]
+    width = np.array([trust, trust, trust, trust, trust, _UNSEEN[1], 1.0])[: parts.shape[1]]
     rows = parts / (np.maximum(measured, 1e-12)[:, None] * _NOISE)  # a coarse clock may not see a small step
     return _least_squares(
         np.concatenate([rows, np.diag(1 / width)]), np.concatenate([np.full(len(measured), 1 / _NOISE), start / width])
@@ -295,7 +312,7 @@ def _least_squares(rows: Array, values: Array) -> Array:
 
 
 def _rescaled(graph: Graph, times: Times, scales: Array) -> Times:
-    forward, inputs, params, update, norms, unseen = (float(scale) for scale in scales)
+    forward, inputs, params, update, norms, unseen = (float(scale) for scale in scales[:6])
     by_node = np.array([norms if node.is_norm else params for node in graph.nodes])
     return Times(
         np.maximum(times.inputs * inputs + (times.everything - times.inputs) * by_node, 0.0),  # noise may make it negative

@@ -19,12 +19,12 @@ from torch import nn
 from pliant.core.budget import Budget
 from pliant.core.mode import Mode
 from pliant.core.types import Part
-from pliant.engine.around import around_forward
 from pliant.engine.compiled_parts import CompiledParts
 from pliant.engine.cuda_graphs.graphs import Graphs, Work, why_no_capture
 from pliant.engine.derived_weights import Derived
 from pliant.engine.ends import Ends
-from pliant.engine.kernels.switch import CustomKernels, Swapped
+from pliant.engine.forward_passes import ForwardPasses
+from pliant.engine.kernels.switch import CustomKernels
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.modes import parse, pick
 from pliant.engine.news import News, reasons
@@ -34,18 +34,16 @@ from pliant.engine.prefix.onnx_runtime import runtime_for
 from pliant.engine.prefix.prefix import CachedRows, Prefix
 from pliant.engine.slices.checks import check_can_train
 from pliant.engine.slices.slices import Slices
-from pliant.graph.backward import compute_loss
-from pliant.runtime.batches import Around, Loss, map_tensors, tensors
+from pliant.runtime.batches import Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak
 from pliant.runtime.optimizer_step import Update, needs_closure
 from pliant.runtime.ranks import Ranks
-from pliant.runtime.sandbox import sandbox
 
 _Changed = bool | None  # None: as it was
 _Prepare = Callable[[], Sequence[Derived]]
 
 
-class Engine:
+class Engine(ForwardPasses):
     """Runs the steps of one model in one mode at a time, and says why a mode that was asked for does not serve."""
 
     def __init__(
@@ -145,11 +143,6 @@ class Engine:
         return self.features is not None and self._asked.may("prefix") and "cache" not in self._prefix.reasons
 
     @property
-    def around(self) -> Around:
-        """The context that forward passes are measured in: custom kernels, where steps use them."""
-        return Swapped if self._swaps and not self.mode.lean else nullcontext
-
-    @property
     def why_not(self) -> dict[str, str]:
         """What the engine does not do here, and why."""
         no_graphs = self._graphs.why_not if self.mode.graphs and self._graphs is not None else self.not_captured
@@ -246,7 +239,7 @@ class Engine:
                 if peak is not None:
                     peak.updating()
                 with self.stepping(self.optimizer):
-                    self.skipped = not self._update.step(self.optimizer)
+                    self.skipped = not self._update.step(self.optimizer, fuse=self.mode.prefix)
             return value
 
         if needs_closure(self.optimizer):
@@ -317,62 +310,6 @@ class Engine:
             return finish(self._loss_of(there, ids, CachedRows(rows, needed)))
 
         return self._captured(graphs, (found.rows, own, bare), work, part, partial(self._prepare, batch, ids), needed)
-
-    # ------------------------------------------------------------ forward passes
-
-    def _loss_of(self, batch: Any, ids: Any, found: CachedRows | None = None) -> torch.Tensor:
-        with self.forward() as inside:
-            value = self._forward(batch, ids, found)
-        self.after(inside)
-        return value
-
-    def compute(self, function: Loss, batch: Any, ids: Any) -> torch.Tensor:
-        """function(model, batch), with what needs no gradient from the cache: the same features as steps use."""
-        choice = self._sliced, function  # another program than that of the loss
-        with torch.enable_grad(), self.forward():  # what needs a gradient shows where the cached part ends
-            return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
-
-    def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
-        forward = partial(compute_loss, self._ranks.ddp or self._model, self._loss, batch)
-        if not self.mode.prefix:
-            return forward()
-        self._prefix.runs_chains = self._swaps and not self.mode.lean and "differentiates" not in self.origin
-        rehearse = partial(self._rehearse, batch, ids) if self._ranks.ddp is None else None  # DDP's own calls come in between
-        return self._prefix.run(forward, batch, ids, self._sliced, found, self._fuses_norms, rehearse)
-
-    def _rehearse(self, batch: Any, ids: Any, passes: int = 1) -> None:
-        """Passes that leave no trace, so that every step of a selection runs the same way. The first records the program, and
-        the next makes what it needs: folded weights, or a model of the runtime."""
-        spare = map_tensors(batch, torch.clone)
-        with sandbox(self._model):
-            forward = partial(compute_loss, self._model, self._loss, spare)
-            for _ in range(passes if self._prefix.runtime is None else 2):
-                self._prefix.run(forward, spare, ids, self._sliced, fuse_norms=self._fuses_norms)
-
-    @property
-    def _sliced(self) -> Hashable:
-        """The selection as far as trainable flags do not show it."""
-        return self._chosen if self.slices is not None else None
-
-    @property
-    def _fuses_norms(self) -> bool:
-        """Whether frozen norms run in fused kernels: in captured steps, where Python costs nothing, unless lean packs."""
-        return self.mode.graphs and not self.mode.lean and not self._is_eager
-
-    @property
-    def _swaps(self) -> bool:
-        """Whether custom kernels replace slow convolutions. Plain and lean steps give PyTorch's gradients to the last bit."""
-        return self.mode.prefix and self.slices is None and self._kernels.serve
-
-    def forward(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass; call `after` with what it gave when the pass is done."""
-        return around_forward(self.mode, self.slices, self._swaps, self._compiled.goes_stale)
-
-    def after(self, inside: Any) -> None:
-        """Remember what the lean engine could not do."""
-        self._news.not_lean |= set(getattr(inside, "not_lean", ()))
-        if self.mode.lean and self._compiled.has_scripted:
-            self._news.not_lean.add("scripted modules")
 
     def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         """The context of clipping and of the optimizer's step."""

@@ -26,10 +26,11 @@ class Policy:
     batch-norm rule of the method, unless `Session(norm=…)` names another.
     Change one word with `dataclasses.replace` and you have an ablation.
 
-    `cost` is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…)` and returns a
-    `Profile`. `graph` is the backward graph, already read (`measure.read_graph`); `update` says how gradients become a step;
-    `norm` is the batch-norm rule of the session; forward passes run inside `around()`; `prices` are those of custom kernels.
-    A cost function may ignore all five.
+    `cost` is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…, ready=…)`, and
+    returns a `Profile`. `graph` is the backward graph, already read (`measure.read_graph`). `update` says how gradients become
+    a step. `norm` is the batch-norm rule of the session. Forward passes run inside `around()`. `prices` are those of custom
+    kernels. `ready(batch)`, if not None, gives the forward pass of a step as the session runs it. A cost function may ignore
+    all six.
     """
 
     units: Callable[..., tuple[Unit, ...]]

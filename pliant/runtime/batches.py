@@ -12,6 +12,7 @@ import torch
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]  # the user's: a model and a batch → a scalar
 Around = Callable[[], AbstractContextManager[Any]]  # what the forward pass of a loss runs inside of
+Ready = Callable[[Any], Callable[[], torch.Tensor]]  # a batch → the forward pass of a step on it, with nothing left to prepare
 
 
 class Pieces(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from pliant.runtime.fused_optimizer import fused
 from pliant.runtime.heap import give_back
 from pliant.runtime.torch_internals import norms
 
@@ -53,8 +55,8 @@ class Update:
         give_back()  # what the forward pass has freed
         return self.scaler.scale(value) if self.scaler is not None else value
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Clip and step. Returns False where it was skipped, since a gradient is not finite."""
+    def step(self, optimizer: torch.optim.Optimizer, fuse: bool = False) -> bool:
+        """Clip and step, by a fused kernel if that may be. Returns False where it was skipped: a gradient is not finite."""
         params = _with_gradients(optimizer)
         norm = self._clip(optimizer, params)
         if self.scaler is not None:
@@ -63,7 +65,8 @@ class Update:
             return True
         if self._is_nan(params, norm):
             return False
-        optimizer.step()
+        with fused(optimizer) if fuse else nullcontext():
+            optimizer.step()
         return True
 
     def _is_nan(self, params: Sequence[nn.Parameter], norm: torch.Tensor | None) -> bool:

@@ -2,13 +2,14 @@
 
 A head that does not fit its data sends gradients through the network that say more about the head than about the layers. So
 the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.10054), and layers are chosen by what they can add
-to it. The loss may rise at first, as features change under the head, but after as many steps as the head had it must be below
-where the head had brought it. Where it is not, the rate is too high for so large a part, or nothing but the head needed to
-change: the run goes back to where that part was chosen, and tries a smaller one.
+to it. What they add shows in the loss: it must fall at least as fast as the head's own learning curve goes on. Where it does
+not, the rate is too high for so large a part, or nothing but the head needed to change: the run goes back to where that part
+was chosen, and tries a smaller one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ BATCHES = 5  # that a first selection compares
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
-_FEW = 8  # steps of the head alone: fewer are too few to compare with
+_FEW = 8  # steps of the head alone: fewer make no learning curve
 
 
 def length(share: float, total: int | None) -> int:
@@ -30,6 +31,19 @@ def length(share: float, total: int | None) -> int:
     if not share:
         return 0
     return UNKNOWN if total is None else max(round(share * total), min(_LEAST, total // 4), 1)
+
+
+def expected(losses: list[float]) -> float:
+    """Where the head's own curve leads: its mean loss in the second half of as many steps again, on a power law of steps.
+
+    With L(t) = a·t^(q−1) the means over four equal spans are as 1 : 2^q − 1 : 3^q − 2^q : 4^q − 3^q. The first two give q.
+    """
+    half = len(losses) // 2
+    early, late = (_mean(part) for part in (losses[:half], losses[half:]))
+    if not 0 < late < early:
+        return late
+    q = math.log2(1 + late / early)
+    return float(early * (4**q - 3**q))
 
 
 class Beginning:
@@ -65,13 +79,13 @@ class Beginning:
             self._undo.keep(params)
 
     def judge_(self, optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
-        """Once as many steps are over as the head had: if the loss is not below where the head had brought it (means over the
-        second halves), put everything back as it was when the selection came into force. Returns what to say of that, and the
-        share of the units to try next."""
+        """Once as many steps are over as the head had: if the loss fell too slowly, put everything back as it was when the
+        selection came into force. Returns what to say of that, and the share of the units to try next."""
         if self.over or self._undo is None or self._after is None or len(self._after) < len(self._losses):
             return None
-        before, after = (_mean(losses[len(losses) // 2 :]) for losses in (_read(self._losses), _read(self._after)))
-        if after < before:
+        before, after = _read(self._losses), _read(self._after)
+        reached, aim = _mean(after[len(after) // 2 :]), expected(before)
+        if reached <= aim:
             self.end()
             return None
         self._undo.rollback_(optimizer)
@@ -79,7 +93,7 @@ class Beginning:
         self.tries, self._after = self.tries + 1, []
         if not share:
             self.end()
-        return f"the selection was taken back: the loss is {after:.4g}, the head alone had it at {before:.4g}; {what}", share
+        return f"the selection was taken back: the loss is {reached:.4g}, the head's own curve led to {aim:.4g}; {what}", share
 
     def end(self) -> None:
         """No further selection is judged."""

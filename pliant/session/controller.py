@@ -32,7 +32,7 @@ from pliant.planning.plan import plan, without
 from pliant.planning.policy import Policy
 from pliant.planning.solve import fixed
 from pliant.planning.windows import windows
-from pliant.runtime.batches import Around, Loss
+from pliant.runtime.batches import Around, Loss, Ready
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.ranks import Ranks
@@ -74,12 +74,12 @@ class Controller:
         update: Update,
         norm: NormRule,
         around: Around,
+        ready: Ready | None,
         ranks: Ranks,
     ) -> str | None:
         """Measure costs and name the units, on the first batch. Every parameter must be as the user left it.
 
-        Forward passes are measured inside of `around()`, unless slices of parameters can be chosen. Seconds that are kept from
-        an earlier run are not measured again. Returns what the log should say of that.
+        `around` and `ready` hold where whole parameters are chosen. Seconds of an earlier run serve again. Returns a log line.
         """
         note = None
         graph = read_graph(model, loss, batch, norm, kernels=is_counted(model, self.policy.budget))
@@ -89,8 +89,8 @@ class Controller:
             spare = self.policy.budget if self.policy.budget.memory is not None and update.scaler is None else None
             whole = all(part.dim is None for unit in units for part in unit.parts)
             how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "spare": spare}
-            what = self.policy.cost, model, optimizer, loss, batch
-            recalled = partial(recall, *what, **how, around=around if whole else nullcontext)
+            how |= {"around": around if whole else nullcontext, "ready": ready if whole and not facts(graph) else None}
+            recalled = partial(recall, self.policy.cost, model, optimizer, loss, batch, **how)
             self.profile, note = ranks.each(recalled)[0] if ranks.shards else ranks.first(recalled)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))

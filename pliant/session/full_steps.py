@@ -51,5 +51,5 @@ class FullSteps:
         if self._step is None:
             model, loss, params = self._what
             what = model, self._engine.optimizer, loss, params, self._laps.watch
-            self._step = FullStep(*what, update=self._update, around=self._engine.around)
+            self._step = FullStep(*what, update=self._update)
         return self._step.seconds(batch)

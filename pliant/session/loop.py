@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from pliant.engine.engine import Engine
 from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
 from pliant.runtime import batches
-from pliant.runtime.batches import Around, Loss, Pieces
+from pliant.runtime.batches import Around, Loss, Pieces, Ready
 from pliant.runtime.clock import Laps, RunTime, Watch
 from pliant.runtime.heap import give_back
 from pliant.runtime.optimizer_step import Update
@@ -128,7 +129,7 @@ class Loop:
             self.engine.zero_grad()  # first: a probe needs the room
             give_back()
             self.engine.check_kernels(batch)
-            self.prepare(batch, self.engine.around)
+            self.prepare(batch, self.engine.around, self.engine.ready)
             self.measure_bytes(batch)
         else:
             self._hold_norms(self.selection.params)
@@ -139,8 +140,8 @@ class Loop:
         self.follow_engine(before)
         return value
 
-    def prepare(self, batch: Any, around: Around) -> None:
-        """Measure, correct, choose and apply, as far as due. Forward passes are measured inside of `around()`."""
+    def prepare(self, batch: Any, around: Around = nullcontext, ready: Ready | None = None) -> None:
+        """Measure, correct, choose and apply, as far as due. Forward passes are measured as `Controller.measure` says."""
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
             raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
         if self.laps.is_running:
@@ -155,7 +156,7 @@ class Loop:
             with self.time.not_training("profiling"):
                 notes = self.norms.look(partial(self.loss, self.model), batch, self.controller.profile)
             if not self.controller.units:
-                self._measure(batch, around)
+                self._measure(batch, around, ready)
             for note in notes:
                 self.note(note)
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
@@ -204,17 +205,15 @@ class Loop:
 
     # ------------------------------------------------------------ measuring
 
-    def _measure(self, batch: Any, around: Around) -> None:
+    def _measure(self, batch: Any, around: Around, ready: Ready | None) -> None:
         """Costs and units, on the first batch."""
         with self.time.not_training("profiling"):
             try:
                 self.energy = EnergyUse(self.device) if self.budget.energy is not None else None
                 what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
-                notes = self.controller.measure(*what, around, self.ranks), self.leave_out_unheld()
+                notes = self.controller.measure(*what, around, ready, self.ranks), self.leave_out_unheld()
                 if self.energy is not None and self.controller.profile is not None:
-                    watts = partial(
-                        power, self.model, self.engine.optimizer, self.loss, batch, update=self.update, around=around
-                    )
+                    watts = partial(power, self.model, self.engine.optimizer, self.loss, batch, update=self.update)
                     self.controller.profile = self.energy.begin(self.controller.profile, watts)
             except BaseException:
                 self.controller.units = ()  # the next step measures again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ def before_step(loop: Loop, batch: Any, method: str = "forward", batches: int | 
     loop.stepper.check_not_repeated()
     if not engine.is_settled(own_loop=True, has_ids=False) or engine.mode.prefix:
         loop.settle(own_loop=True, has_ids=False)
-    loop.prepare(batch, nullcontext)
+    loop.prepare(batch)
     if not loop.freezes and len(loop.selection.params) < len(loop.params):
         loop.laps.drop()
         raise ValueError(

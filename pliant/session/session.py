@@ -91,10 +91,9 @@ class Session:
         the device's clock in a simulation.
 
         `norm` says which batch norms use the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or
-        as the model's own modes say ("as-is"). "auto" is the rule of the recipe, or else this: those behind the first layer
-        that trains, unless batches are small and resemble the data of the running statistics. Where everything is chosen
-        without a budget, norms run as in plain training. With "auto", running statistics that the first batches show to be of
-        another world are re-estimated.
+        as the model's own modes say ("as-is"). "auto" is the rule of the recipe, or else "chosen", unless batches are small and
+        resemble the data of the running statistics. Where everything is chosen without a budget, norms run as in plain
+        training. With "auto", running statistics that the first batches show to be of another world are re-estimated.
 
         `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), an
         error says so ("raise"), or it is taken ("ignore"). By default it is skipped on the CPU, and taken elsewhere: to look

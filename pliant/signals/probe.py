@@ -35,6 +35,8 @@ _Update = Callable[[str, torch.Tensor], torch.Tensor]
 
 _PIECE = {"cpu": 1 << 16}  # elements of a parameter whose updates are computed at a time
 
+_SURE = 2  # standard errors by which an agreement must be more than noise
+
 
 def probe(
     signal: Signal,
@@ -194,7 +196,7 @@ class _Tally:
         weights = np.arange(1, len(turns) + 1)[:, None]
         mean = (weights * turns).sum(axis=0) / weights.sum()
         if len(turns) > 1:
-            mean -= np.sqrt((weights * (turns - mean) ** 2).sum(axis=0) / (len(turns) - 1) / weights.sum())
+            mean -= _SURE * np.sqrt((weights * (turns - mean) ** 2).sum(axis=0) / (len(turns) - 1) / weights.sum())
         sizes = np.zeros(len(self._units))
         for i, size in self._sizes:
             sizes[i] += float(size)

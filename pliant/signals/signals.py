@@ -55,7 +55,7 @@ def update_gain() -> Signal:
 
 
 def agreement() -> Signal:
-    """What batches agree on: (Σ g·g' less one standard error) / Σ w², g: the gradient of one batch, g': that of another.
+    """What batches agree on: (Σ g·g' less two standard errors) / Σ w², g: the gradient of one batch, g': that of another.
 
     That is the first-order drop of the loss on batches that a gradient step has not seen. Where a unit's gradients are noise,
     or fit single samples, it is zero or less: to train that unit helps no other data. Relative to the weights, as in

@@ -94,13 +94,36 @@ FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("at_a_time", [onnx_runtime._AT_A_TIME, 1])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_written(name: str) -> None:
+def test_functions_are_written(name: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "_AT_A_TIME", at_a_time)
     torch.manual_seed(0)
     model, prefix = Calls(copy.deepcopy(FUNCTIONS[name])), Prefix(nn.Identity(), runtime=OnnxRuntime())
     prefix.model = model
     runs_alike(model, torch.randn(4, 4, 6, 6), prefix)
     assert len(models_of(prefix)) == 1 and "runtime" not in prefix.reasons
+
+
+ALONE = ("convolutions", "dilated", "batch norm", "pools", "pool to 3", "activations", "arithmetic", "dropout")
+TOGETHER: dict[str, Any] = {
+    "one constant image": lambda x: x * torch.ones(1, 4, 6, 6) + torch.ones(4, 1, 1),
+    "an image for each sample": lambda x: x + torch.arange(4.0).view(4, 1, 1, 1),
+    "an image for each sample, clipped": lambda x: x + torch.arange(4.0).view(4, 1, 1, 1).clamp(1, 2),
+}
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *TOGETHER])
+def test_a_batch_runs_in_pieces_where_samples_do_not_meet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "_AT_A_TIME", 2 * 4 * 36)
+    torch.manual_seed(0)
+    body = {**FUNCTIONS, **TOGETHER}[name]
+    model, prefix = Calls(copy.deepcopy(body)), Prefix(nn.Identity(), runtime=OnnxRuntime())
+    prefix.model = model
+    batch = torch.randn(4, 4, 6, 6)
+    runs_alike(model, batch, prefix)
+    found = len(models_of(prefix)[0]._pieces([batch]))
+    assert found == (2 if name in (*ALONE, "one constant image") else 1)
 
 
 def test_token_ids_are_read() -> None:
@@ -316,3 +339,30 @@ def test_where_memory_is_limited_the_runtime_is_left_out() -> None:
             session.step(batch)
         assert session.why_not["runtime"] == "the limit on memory does not count what ONNX Runtime holds"
         assert not models_of(session._engine._prefix)
+
+
+def test_200_steps_end_within_the_spread_of_seeds() -> None:
+    """The last losses of plain training differ between seeds by far more than between PyTorch and the runtime."""
+    patterns = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(2))
+
+    def wrong(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def last_loss(seed: int, engine: str) -> float:
+        draw = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        model = Small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        losses = []
+        with Session(model, optimizer, wrong, recipes.only("last.*", "head.*"), engine=engine) as session:
+            for _ in range(200):
+                labels = torch.randint(3, (8,), generator=draw)
+                images = patterns[labels] + torch.randn(8, 3, 12, 12, generator=draw)
+                losses.append(float(session.step((images, labels))))
+            assert session.engine == engine and "runtime" not in session.why_not
+        return sum(losses[-20:]) / 20
+
+    plain = torch.tensor([last_loss(seed, "plain") for seed in range(3)])
+    ours = torch.tensor([last_loss(seed, "prefix") for seed in range(3)])
+    assert plain.mean() < 0.9  # it has learned something
+    assert (ours - plain).abs().max() < 0.1 * plain.std()

@@ -22,8 +22,8 @@ from pliant.engine.kernels.functions import is_needed, uniform, without_autocast
 
 _LAST = torch.channels_last
 _through_norm = torch.ops.aten.native_batch_norm_backward.default
-_through_clip = torch.ops.aten.hardtanh_backward.default
-_through_relu = torch.ops.aten.threshold_backward.default
+_through_hardtanh = torch.ops.aten.hardtanh_backward.grad_input
+_through_relu = torch.ops.aten.threshold_backward.grad_input
 
 
 @dataclass(eq=False)
@@ -156,7 +156,7 @@ class _Chain(torch.autograd.Function):
                 x = channels_last.forward(x, weight, bias, link.settings)
                 if link.norm_is_frozen:
                     scale, shift = link.line(is_folded=False)
-                    x = torch.addcmul(shift, x, scale)
+                    x = torch.addcmul(shift, x, scale, out=x)
                 elif link.norm is not None:
                     normed = x
                     x, mean, deviation = _normed(link.norm, x, gamma, beta)
@@ -180,6 +180,7 @@ class _Chain(torch.autograd.Function):
         found: list[Any] = [None] * len(needed)
         with without_autocast():
             grad = grad.contiguous(memory_format=_LAST)
+            is_ours = False  # whether it may be changed in place, which is three times as fast as writing to other memory
             for i in range(len(links) - 1, -1, -1):
                 link, at = links[i], 4 * i + 1
                 given, weight, scale, normed, mean, deviation, clipped = saved[_KEPT * i : _KEPT * (i + 1)]
@@ -188,22 +189,32 @@ class _Chain(torch.autograd.Function):
                 if not (convolves or needed[at + 2] or needed[at + 3]):
                     break
                 if clipped is not None:
-                    low, high = link.clip
-                    grad = _through_clip(grad, clipped, low, high) if high < math.inf else _through_relu(grad, clipped, low)
+                    into = grad if is_ours else torch.empty_like(grad)
+                    grad, is_ours = _through_clip(grad, clipped, link.clip, into), True
                 if scale is not None:
-                    grad = grad * scale
+                    grad, is_ours = grad.mul_(scale) if is_ours else grad * scale, True
                 elif normed is not None:
                     gamma, *statistics = saved[_KEPT * len(links) + 3 * i :][:3]
                     how = normed, gamma, *statistics, mean, deviation, ctx.training[i], link.norm.eps
                     wants = [convolves, needed[at + 2], needed[at + 3]]
                     grad, found[at + 2], found[at + 3] = _through_norm(grad, *how, wants)
+                    is_ours = True
                 if convolves:
                     which = flows, needed[at], needed[at + 1]
                     grad, *found[at : at + 2] = channels_last.gradients(
                         grad, given, weight, ctx.shapes[i], link.settings, which
                     )
+                    is_ours = True
         found[0] = grad if needed[0] else None
         return None, *found
+
+
+def _through_clip(grad: torch.Tensor, clipped: Any, clip: tuple[float, float], into: torch.Tensor) -> torch.Tensor:
+    """The gradient through a clipping, into this tensor."""
+    low, high = clip
+    if high == math.inf:
+        return _through_relu(grad, clipped, low, grad_input=into)  # type: ignore[no-any-return]
+    return _through_hardtanh(grad, clipped, low, high, grad_input=into)  # type: ignore[no-any-return]
 
 
 def _normed(norm: nn.BatchNorm2d, x: torch.Tensor, gamma: Any, beta: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

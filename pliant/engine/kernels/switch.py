@@ -12,11 +12,13 @@ from torch.overrides import TorchFunctionMode
 from pliant.engine.kernels import channels_last
 from pliant.engine.kernels.arm import depthwise, pointwise
 from pliant.engine.kernels.arm import processor as arm
+from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.sandbox import sandbox
 from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
 
 _NEAR = 1e-3  # of the loss, and at least so much: what rounding may change
+_FEW = 2  # samples, on which kernels are tried: a batch norm needs more than one value per channel
 
 
 def is_slow_here(model: nn.Module) -> bool:
@@ -49,12 +51,18 @@ class CustomKernels:
         if self._is_checked:
             return self.serve
         self._is_checked = True
+        few = batches.part(batch, _FEW) if (batches.size(batch) or 0) > _FEW else batch
         with torch.no_grad():
-            with sandbox(model):
-                plain = loss(model, batch)
+            try:
+                with sandbox(model):
+                    plain = loss(model, few)
+            except Exception:  # the user's loss may need the whole batch
+                few = batch
+                with sandbox(model):
+                    plain = loss(model, few)
             try:
                 with sandbox(model), Swapped():
-                    ours = loss(model, batch)
+                    ours = loss(model, few)
             except Exception as error:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 self._exist, self.reasons["kernels"] = False, f"the forward pass fails with channels-last tensors: {why}"

@@ -25,6 +25,13 @@ from pliant.engine.prefix.replay import Replay
 from pliant.runtime.torch_internals import without_function_modes
 
 TOLERANCE = 1e-4  # of the largest value
+_AT_A_TIME = 4 * 3 * 128 * 128  # values of a batch: so few that what layers hand on stays in the processor's caches
+_TWO_VALUES = frozenset({"Add", "Div", "Mul", "Sub"})
+# What these make of a batch of images are images, one for each, that depend on no other.
+_EACH_ALONE = _TWO_VALUES | {
+    *("AveragePool", "BatchNormalization", "Clip", "Conv", "Identity", "MaxPool"),
+    *("Elu", "Gelu", "HardSigmoid", "LeakyRelu", "Mish", "Relu", "Selu", "Sigmoid", "Tanh"),
+}
 
 
 def is_installed() -> bool:
@@ -64,6 +71,7 @@ class PrefixModel:
     inputs: tuple[int, ...]  # which tensors of the batch it reads, each counted once
     weights: Hashable
     threads: int
+    in_pieces: bool  # whether samples may be computed apart
 
     def fits(self, plan: PrefixPlan) -> bool:
         """Whether it is still up to date."""
@@ -72,17 +80,26 @@ class PrefixModel:
     def run(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs of the prefix. The model reads the batch where it is, and writes into these tensors."""
         distinct = list({id(tensor): tensor for tensor in batch}.values())
-        binding, held, outs = self.session.io_binding(), [], []
-        for number in self.inputs:
-            tensor = distinct[number].detach().contiguous()
-            held.append(tensor)
-            binding.bind_input(_input(number), "cpu", 0, _numpy_type(tensor), tuple(tensor.shape), tensor.data_ptr())
-        for number in plan.frontier:
-            out = torch.empty(plan.values[number].shape, dtype=plan.values[number].dtype)
-            binding.bind_output(_output(number), "cpu", 0, _numpy_type(out), tuple(out.shape), out.data_ptr())
-            outs.append(out)
-        self.session.run_with_iobinding(binding)
-        return tuple(outs)
+        given = {_input(number): distinct[number].detach().contiguous() for number in self.inputs}
+        values = {_output(number): plan.values[number] for number in plan.frontier}
+        made = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in values.items()}
+        for piece in self._pieces([*given.values()]):
+            binding, held = self.session.io_binding(), []
+            for bind, tensors in ((binding.bind_input, given), (binding.bind_output, made)):
+                for name, tensor in tensors.items():
+                    part = tensor if piece is None else tensor[piece]
+                    held.append(part)
+                    bind(name, "cpu", 0, _numpy_type(part), tuple(part.shape), part.data_ptr())
+            self.session.run_with_iobinding(binding)
+        return tuple(made.values())
+
+    def _pieces(self, given: list[torch.Tensor]) -> list[slice | None]:
+        """Parts of the batch that run one after the other; None is all of it."""
+        if not self.in_pieces:
+            return [None]
+        size = len(given[0])
+        step = max(1, size * _AT_A_TIME // max(sum(tensor.numel() for tensor in given), 1))
+        return [slice(at, at + step) for at in range(0, size, step)] if step < size else [None]
 
 
 def _numpy_type(tensor: torch.Tensor) -> Any:
@@ -150,6 +167,18 @@ class Export(Replay):
             self.refusal = str(why)
         self._graph.names.clear()
 
+    def samples_are_apart(self) -> bool:
+        """Whether what the model computes for a sample does not depend on the others."""
+        first = {shape[0] if len(shape) == 4 else None for shape in (self.plan.values[n].shape for n in self._inputs)}
+        if len(first) != 1 or None in first:
+            return False
+        for op, given, *_ in self._graph.nodes:
+            read = given if op in _TWO_VALUES else given[:1]
+            held = [self._graph.constants[name] for name in read if name in self._graph.constants]
+            if op not in _EACH_ALONE or len(held) == len(read) or any(one.ndim > 3 and len(one) > 1 for one in held):
+                return False
+        return True
+
     def model(self) -> tuple[bytes, tuple[int, ...]]:
         """The written model, and which tensors of the batch it reads."""
         from onnx import helper, numpy_helper
@@ -198,7 +227,7 @@ class OnnxRuntime:
             session = self._sessions.get(key)
             if session is None:
                 session = self._sessions[key] = _session(written, threads)
-            model = PrefixModel(session, inputs, plan.signature(), threads)
+            model = PrefixModel(session, inputs, plan.signature(), threads, export.samples_are_apart())
             found = model.run(plan, batch)
         except Exception as error:  # whatever the runtime raises, PyTorch can still run the prefix
             return f"ONNX Runtime cannot run it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from pliant.export.device.arena import IN_PLACE, Buffer, Lives, busiest
-from pliant.export.device.rewrites import Node, call, calls, forward_nodes, shape_of
+from pliant.export.device.graphs import Node, call, calls, forward_nodes, shape_of
 
 aten = torch.ops.aten
 _ALIGNMENT = 16  # of tensors in a program

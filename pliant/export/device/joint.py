@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from pliant.export.device.errors import ExportError
+from pliant.export.device.lower import quiet
 from pliant.export.device.step import Step
 
 
@@ -23,18 +23,34 @@ def joint(step: Step) -> Any:
     """Forward and backward pass of what requires a gradient, as one exported program; output 0 is the loss."""
     from torch.export.experimental import _export_forward_backward
 
+    _check_reached(step)
     with _refusing("the forward pass"), torch.enable_grad():
         program = torch.export.export(step, step.inputs, strict=False)
     with _refusing("the backward pass"):
         return _export_forward_backward(program, joint_loss_index=0)
 
 
+def _check_reached(step: Step) -> None:
+    """Refuse parameters that the loss does not depend on, which PyTorch's function does not name."""
+    params = {name.removeprefix("model."): param for name, param in step.named_parameters() if param.requires_grad}
+    with torch.enable_grad():
+        value = step(*step.inputs)[0]
+    found = (
+        torch.autograd.grad(value, list(params.values()), allow_unused=True) if value.requires_grad else [None] * len(params)
+    )
+    unreached = [name for name, grad in zip(params, found, strict=True) if grad is None]
+    if unreached:
+        raise ExportError(
+            f"the loss does not depend on {unreached[0]!r} in a copy of the model, so it cannot train. Choose parameters that "
+            f"it reaches, and let layers be called as attributes: a function kept in the model still calls the original's."
+        )
+
+
 @contextmanager
 def _refusing(what: str) -> Iterator[None]:
     """Whatever torch.export raises becomes one error that says what to look for."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             yield
     except Exception as error:
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

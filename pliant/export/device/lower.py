@@ -55,9 +55,10 @@ def _check_kernels(used: list[str]) -> None:
     known = set(_get_operator_names())
     absent = [name for name in used if name not in known]
     if absent:
+        instead = " (x.mean((2, 3)) for adaptive average pooling)" if any("adaptive" in name for name in absent) else ""
         raise ExportError(
-            f"the ExecuTorch runtime has no kernel for {', '.join(absent)}. Use another operator in the model (for adaptive "
-            f"average pooling: x.mean((2, 3))), or choose layers nearer the loss, so that it is not differentiated."
+            f"the ExecuTorch runtime has no kernel for {', '.join(absent)}. Use another operator in the model{instead}, or "
+            f"choose layers nearer the loss, so that it is not differentiated."
         )
 
 

@@ -117,7 +117,10 @@ def _convolutions_before(step: Step) -> dict[str, str]:
         if not str(node.target).startswith("aten.batch_norm"):
             continue
         source, mean = node.args[0], node.args[3]
-        weight = source.args[1] if str(source.target).startswith("aten.conv") and len(source.args) > 1 else None
-        if len(source.users) == 1 and weight is not None and len(weight.users) == 1 and len(mean.users) == 1:
-            found[owner[mean.name]] = owner.get(weight.name, "")
+        if not str(source.target).startswith("aten.conv") or len(source.args) < 2:
+            continue
+        weight = source.args[1]
+        once = all(len(one.users) == 1 for one in (source, weight, mean))
+        if once and weight.name in owner and mean.name in owner:
+            found[owner[mean.name]] = owner[weight.name]
     return found

@@ -14,21 +14,23 @@ Autograd keeps what its formulas read. A program whose memory is planned in adva
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from pliant.export.device.graphs import Node, call, calls, forward_nodes, shape_of
+from pliant.export.device.kernels import avoid_missing_
+
 aten = torch.ops.aten
-Node = Any  # a torch.fx.Node, whose arguments are typed so widely that every use would need a cast
 _COMPARISONS = (aten.le.Scalar, aten.ge.Scalar, aten.lt.Scalar, aten.gt.Scalar, aten.eq.Scalar, aten.ne.Scalar)
 
 
 def shrink_(program: Any) -> None:
     """All rewrites, on the joint program in place."""
     graph: fx.Graph = program.graph_module.graph
-    _crop_by_slices_(graph)
+    avoid_missing_(graph)
     _differentiate_by_output_(graph)
     _slice_weight_gradients_(graph)
     _input_gradients_without_input_(graph)
@@ -39,39 +41,6 @@ def shrink_(program: Any) -> None:
     program.graph_module.recompile()
 
 
-def forward_nodes(program: Any) -> set[Node]:
-    """What loss and predictions depend on. Everything else is backward pass."""
-    outputs = program.graph.output_node().args[0]
-    kinds = [spec.kind.name for spec in program.graph_signature.output_specs]
-    todo = [node for node, kind in zip(outputs, kinds, strict=True) if kind in ("LOSS_OUTPUT", "USER_OUTPUT")]
-    seen: set[Node] = set()
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
-    return seen
-
-
-def calls(graph: fx.Graph, target: Any) -> list[Node]:
-    """The calls of an operator, in their order."""
-    return list(graph.find_nodes(op="call_function", target=target))
-
-
-def shape_of(node: Node) -> torch.Size:
-    shape: torch.Size = node.meta["val"].shape
-    return shape
-
-
-def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> Node:
-    """A new call at the place where the graph inserts, with the shape of its result."""
-    node = graph.call_function(target, args)
-    values = fx.node.map_arg(args, lambda arg: arg.meta["val"])
-    with torch.no_grad():
-        node.meta["val"] = target(*values)
-    return node
-
-
 def _differentiate_by_output_(graph: fx.Graph) -> None:
     """`hardtanh(x) <= low` is `x <= low`, and the same for `high`."""
     for node in calls(graph, aten.hardtanh.default):
@@ -80,23 +49,6 @@ def _differentiate_by_output_(graph: fx.Graph) -> None:
         for user in list(x.users):
             if (user.target, user.args[1:]) in ((aten.le.Scalar, (low,)), (aten.ge.Scalar, (high,))):
                 user.replace_input_with(x, node)
-
-
-def _crop_by_slices_(graph: fx.Graph) -> None:
-    """The gradient of a padding is a padding by less than nothing, which ExecuTorch's kernel refuses."""
-    for node in calls(graph, aten.constant_pad_nd.default):
-        x, pads = node.args[0], list(node.args[1])
-        if all(pad >= 0 for pad in pads):
-            continue
-        with graph.inserting_before(node):
-            for i in range(0, len(pads), 2):
-                dim = len(shape_of(x)) - 1 - i // 2
-                begin, end = max(-pads[i], 0), shape_of(x)[dim] - max(-pads[i + 1], 0)
-                x = call(graph, aten.slice.Tensor, x, dim, begin, end) if min(pads[i : i + 2]) < 0 else x
-            if any(pad > 0 for pad in pads):
-                x = call(graph, aten.constant_pad_nd.default, x, [max(pad, 0) for pad in pads], *node.args[2:])
-        node.replace_all_uses_with(x)
-        graph.erase_node(node)
 
 
 def _output_padding(x: torch.Size, out: torch.Size, kernel: torch.Size, node: Node) -> list[int]:
