@@ -28,7 +28,7 @@ import record
 import torch
 
 from pliant.integrations.flower import Ability, Mean, Profiles, Task, Update, ability, norm_of, refusal, train_round
-from pliant.integrations.flower.messages import to_json
+from pliant.integrations.flower.messages import Choice, to_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "fleet"))
 
@@ -37,6 +37,7 @@ from fleet.settings import Setting
 
 SIZES = {"examples/fleet": 28_000, "MobileNetV2": 3_500_000, "25 million parameters": 25_000_000}
 DEVICES = (10**4, 10**5, 10**6)
+CHOICES: dict[Choice, str] = {"all": "everything (`fewer_steps`)", "pace": "by value (`pliant`)"}
 PLAN = {10**4: 1_000, 10**5: 1_000, 10**6: 10_000}  # devices → clients in a round
 
 
@@ -87,14 +88,16 @@ def local(setting: Setting, client: int) -> Any:
     return model.local(model.net(held, setting.seed), held, mine, **how)
 
 
-def deadlines(profiles: Profiles, setting: Setting, share: float, rounds: int) -> dict[str, Any]:
+def deadlines(profiles: Profiles, setting: Setting, share: float, rounds: int, choose: Choice) -> dict[str, Any]:
     """How often a client ends after a deadline of such a share of its full round, by the wall clock of this machine."""
     late, over, steps, moved = 0, [], 0.0, 0.0
     for number in range(rounds):
         client = local(setting, number % setting.clients)
         seconds = share * setting.steps * profiles.of(client).full.seconds
         start = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
-        trained = train_round(client, Task(setting.steps, seconds, seed=number), profiles)
+        values = dict.fromkeys(start, 1.0) if number else {}  # the server has none before the first round
+        task = Task(setting.steps, seconds, choose=choose, importance=values, beta=0.0, seed=number)
+        trained = train_round(client, task, profiles)
         late += trained.metrics["seconds"] > seconds
         over.append(trained.metrics["seconds"] / seconds)
         steps += trained.metrics["steps"] / rounds
@@ -102,6 +105,7 @@ def deadlines(profiles: Profiles, setting: Setting, share: float, rounds: int) -
         moved = max(moved, change / norm_of(start))
     return {
         "kind": "deadline",
+        "choose": choose,
         "share": share,
         "rounds": rounds,
         "late": late,
@@ -158,13 +162,14 @@ def table(cells: list[dict[str, Any]]) -> str:
     if late:
         lines += [
             "",
-            "| deadline, of a full round | rounds | late | longest, of the deadline | steps | largest change, of the norm |",
-            "|---" * 6 + "|",
+            "| trains | deadline, of a full round | rounds | late | longest, of the deadline | steps | most change, of the norm |",
+            "|---" * 7 + "|",
         ]
         for c in late:
             rate = f"{c['late']} ({100 * c['late'] / c['rounds']:.1f} %)"
             lines.append(
-                f"| {c['share']:g} | {c['rounds']} | {rate} | {c['longest']:.2f} | {c['steps']:.0f} | {c['moved']:.2f} |"
+                f"| {CHOICES[c.get('choose', 'all')]} | {c['share']:g} | {c['rounds']} | {rate} "
+                f"| {c['longest']:.2f} | {c['steps']:.0f} | {c['moved']:.2f} |"
             )
     said = [c for c in cells if c["kind"] == "words"]
     for c in said:
@@ -203,8 +208,9 @@ def main() -> None:
     if "wire" not in done and find_spec("flwr") is not None:
         last = len(able.blocks) - 1
         cells += [wire(Task(2, params=able.params(first, last)), profiles, base) for first in (0, 3, last)]
-    if "deadline" not in done:
-        cells += [deadlines(profiles, base, share, setting["rounds"]) for share in (1.0, 0.5, 0.25)]
+    for choose in CHOICES:
+        if not any(c["kind"] == "deadline" and c.get("choose", "all") == choose for c in cells):
+            cells += [deadlines(profiles, base, share, setting["rounds"], choose) for share in (1.0, 0.5, 0.25)]
     cells.append(words(able, list(model.net(data.load(base.task), 0).state_dict())))
     cells += plan(cells, record.cells(record.RESULTS / "fleet_digits_cpu.json"))
     record.save(out, setting, cells, table(cells))
