@@ -162,7 +162,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     if late:
         lines += [
             "",
-            "| trains | deadline, of a full round | rounds | late | longest, of the deadline | steps | most change, of the norm |",
+            "| trains | deadline, of a full round | rounds | late | longest, of the deadline | steps | most change |",
             "|---" * 7 + "|",
         ]
         for c in late:
