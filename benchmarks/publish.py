@@ -165,12 +165,13 @@ on running statistics, with which it diverges at these rates ([notebook](noteboo
     ),
     Section(
         "Fleets",
-        """Federated training on a simulated clock ([fleets](fleets.md)): devices one to four times as slow as this machine.
-*Late* are client rounds that end after the deadline; a round waits for them. *Sent back* is the mean of a client's round.
-Accuracies are means over three rounds. Second table: `kill -9` at random moments. Third: what a server and its links need;
-the last columns multiply one update by the devices of a round.""",
-        "python benchmarks/fleets.py; python benchmarks/fleet_kills.py; python benchmarks/fleet_server.py",
-        ("fleet_digits_cpu", "fleet_kills_cpu", "fleet_server_cpu"),
+        """Federated training on a simulated clock ([fleets](fleets.md)): devices one to four times as slow as the machine that
+was measured. *Late* are client rounds that end after the deadline; a round waits for them. *Sent back* and *received* are bytes
+of one client's round. Accuracies are means over three rounds, then mean and range over runs. `fleet_kills`: `kill -9` at random
+moments. `fleet_server`: what server and links need; *most change*: the largest update, as a share of the model's norm.""",
+        "python benchmarks/fleets.py --alphas 0.1 1 --clients 20 100 --jobs 8; python benchmarks/fleet_kills.py; "
+        "python benchmarks/fleet_server.py",
+        ("fleet_digits_cpu", "fleet_spoken_cpu", "fleet_signs_cpu", "fleet_birds_cpu", "fleet_kills_cpu", "fleet_server_cpu"),
     ),
     Section(
         "Faults and hostile files",
