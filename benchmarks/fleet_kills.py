@@ -163,6 +163,8 @@ def main() -> None:
     measuring = multiprocessing.get_context("spawn").Process(target=fleets.measured, args=(BASE, folder))
     measuring.start()
     measuring.join()
+    if measuring.exitcode:
+        raise SystemExit(f"the network could not be measured; profiles of another machine may be in {folder}: remove them.")
     profiles = fleets.profiles_of(folder)
 
     def keep(found: dict[str, Any]) -> None:
@@ -171,7 +173,10 @@ def main() -> None:
         print({key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}, flush=True)
 
     for seed in range(len([c for c in cells if c["victim"] is None]), seeds):
-        keep(trial(replace(BASE, seed=seed), profiles, None, 0.0))
+        calm = trial(replace(BASE, seed=seed), profiles, None, 0.0)
+        if calm["lost"]:
+            raise SystemExit(f"{calm['lost']} client rounds failed though nobody was killed.")
+        keep(calm)
     usual = min(c["seconds"] for c in cells if c["victim"] is None)
     for number in range(2 * trials):
         victim, moment = int(rng.integers(BASE.clients)) if number % 2 else -1, float(rng.uniform(0, 0.9 * usual))

@@ -1,12 +1,15 @@
 """What a fleet asks of its server and links: seconds and memory per update, bytes per message, deadlines by the wall clock.
 
-    python benchmarks/fleet_server.py           # about a minute; bytes of messages need pliant[flower]
+    python benchmarks/fleet_server.py           # about a minute; resumable; bytes of messages need pliant[flower]
     python benchmarks/fleet_server.py --quick
 
 What is timed:
 
     update     check one client's update (names, shapes, finite, norm), add it to the sum: CPU time of one thread, fastest of 5
     deadline   `train_round` of examples/fleet with a deadline on the wall clock; late is a round that ends after it
+
+The plan for large fleets multiplies these by the clients of a round. What one client sends back is the mean of `pliant` in the
+results of `benchmarks/fleets.py`, as a share of the model.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from typing import Any
 import record
 import torch
 
-from pliant.integrations.flower import Mean, Profiles, Task, Update, ability, norm_of, refusal, train_round
+from pliant.integrations.flower import Ability, Mean, Profiles, Task, Update, ability, norm_of, refusal, train_round
+from pliant.integrations.flower.messages import Choice, to_json
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "fleet"))
 
@@ -33,6 +37,8 @@ from fleet.settings import Setting
 
 SIZES = {"examples/fleet": 28_000, "MobileNetV2": 3_500_000, "25 million parameters": 25_000_000}
 DEVICES = (10**4, 10**5, 10**6)
+CHOICES: dict[Choice, str] = {"all": "everything (`fewer_steps`)", "pace": "by value (`pliant`)"}
+PLAN = {10**4: 1_000, 10**5: 1_000, 10**6: 10_000}  # devices → clients in a round
 
 
 def update_cost(parameters: int, tries: int) -> dict[str, Any]:
@@ -82,14 +88,16 @@ def local(setting: Setting, client: int) -> Any:
     return model.local(model.net(held, setting.seed), held, mine, **how)
 
 
-def deadlines(profiles: Profiles, setting: Setting, share: float, rounds: int) -> dict[str, Any]:
+def deadlines(profiles: Profiles, setting: Setting, share: float, rounds: int, choose: Choice) -> dict[str, Any]:
     """How often a client ends after a deadline of such a share of its full round, by the wall clock of this machine."""
     late, over, steps, moved = 0, [], 0.0, 0.0
     for number in range(rounds):
         client = local(setting, number % setting.clients)
         seconds = share * setting.steps * profiles.of(client).full.seconds
         start = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
-        trained = train_round(client, Task(setting.steps, seconds, seed=number), profiles)
+        values = dict.fromkeys(start, 1.0) if number else {}  # the server has none before the first round
+        task = Task(setting.steps, seconds, choose=choose, importance=values, beta=0.0, seed=number)
+        trained = train_round(client, task, profiles)
         late += trained.metrics["seconds"] > seconds
         over.append(trained.metrics["seconds"] / seconds)
         steps += trained.metrics["steps"] / rounds
@@ -97,6 +105,7 @@ def deadlines(profiles: Profiles, setting: Setting, share: float, rounds: int) -
         moved = max(moved, change / norm_of(start))
     return {
         "kind": "deadline",
+        "choose": choose,
         "share": share,
         "rounds": rounds,
         "late": late,
@@ -104,6 +113,35 @@ def deadlines(profiles: Profiles, setting: Setting, share: float, rounds: int) -
         "steps": steps,
         "moved": moved,
     }
+
+
+def words(able: Ability, model_names: list[str]) -> dict[str, Any]:
+    """Bytes of what is said beside tensors: what a client can do, and a task with the values of the whole fleet."""
+    task = Task(10, 1.0, choose="pace", importance=dict.fromkeys(model_names, 1 / 3), beta=0.0)
+    return {"kind": "words", "ability": len(to_json(able)), "task": len(to_json(task))}
+
+
+def plan(cells: list[dict[str, Any]], simulated: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a round of a large fleet needs."""
+    runs = [c for c in simulated if c["method"] == "pliant"]
+    share = sum(c["bytes_back"] / c["bytes_down"] for c in runs) / len(runs)
+    said = next(c for c in cells if c["kind"] == "words")
+    updates = dict(zip(SIZES, (c for c in cells if c["kind"] == "update"), strict=False))
+    return [
+        {
+            "kind": "plan",
+            "devices": devices,
+            "clients": clients,
+            "model": name,
+            "sent": clients * share * update["bytes"],
+            "received": clients * (update["bytes"] + said["task"]),
+            "seconds": clients * update["seconds"],
+            "held": update["held_bytes"],
+            "known": devices * said["ability"],
+        }
+        for devices, clients in PLAN.items()
+        for name, update in updates.items()
+    ]
 
 
 def table(cells: list[dict[str, Any]]) -> str:
@@ -124,14 +162,35 @@ def table(cells: list[dict[str, Any]]) -> str:
     if late:
         lines += [
             "",
-            "| deadline, of a full round | rounds | late | longest, of the deadline | steps | largest change, of the norm |",
-            "|---" * 6 + "|",
+            "| trains | deadline, of a full round | rounds | late | longest, of the deadline | steps | most change |",
+            "|---" * 7 + "|",
         ]
         for c in late:
             rate = f"{c['late']} ({100 * c['late'] / c['rounds']:.1f} %)"
             lines.append(
-                f"| {c['share']:g} | {c['rounds']} | {rate} | {c['longest']:.2f} | {c['steps']:.0f} | {c['moved']:.2f} |"
+                f"| {CHOICES[c.get('choose', 'all')]} | {c['share']:g} | {c['rounds']} | {rate} "
+                f"| {c['longest']:.2f} | {c['steps']:.0f} | {c['moved']:.2f} |"
             )
+    said = [c for c in cells if c["kind"] == "words"]
+    for c in said:
+        lines += ["", f"What a client can do is {c['ability']:,} bytes of text, a task with the fleet's values {c['task']:,}."]
+    planned = [c for c in cells if c["kind"] == "plan"]
+    if planned:
+        heads = (
+            "devices",
+            "clients in a round",
+            "model",
+            "they send",
+            "they receive",
+            "check and add",
+            "server holds",
+            "abilities",
+        )
+        lines += ["", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+        for c in planned:
+            sizes = f"{c['sent'] / 1e9:,.1f} GB | {c['received'] / 1e9:,.1f} GB | {c['seconds']:,.1f} s"
+            holds = f"{c['held'] / 1e6:,.1f} MB | {c['known'] / 1e6:,.0f} MB"
+            lines.append(f"| {c['devices']:,} | {c['clients']:,} | {c['model']} | {sizes} | {holds} |")
     return "\n".join(lines) + "\n"
 
 
@@ -141,14 +200,19 @@ def main() -> None:
     torch.set_num_threads(1)
     out, base, profiles = record.out(args, "fleet_server"), Setting(steps=400), Profiles()
     setting = {"rounds": 2 if args.quick else 10, "tries": 2 if args.quick else 5}
-    cells = [update_cost(parameters, setting["tries"]) for parameters in list(SIZES.values())[: 2 if args.quick else 3]]
+    cells = [c for c in record.load(out, setting) if c["kind"] not in ("words", "plan")]
+    done = {c["kind"] for c in cells}
     able = ability(local(base, 0), profiles)
-    if find_spec("flwr") is not None:
+    if "update" not in done:
+        cells += [update_cost(parameters, setting["tries"]) for parameters in list(SIZES.values())[: 2 if args.quick else 3]]
+    if "wire" not in done and find_spec("flwr") is not None:
         last = len(able.blocks) - 1
-        for first in (0, 3, last):
-            cells.append(wire(Task(2, params=able.params(first, last)), profiles, base))
-    for share in (1.0, 0.5, 0.25):
-        cells.append(deadlines(profiles, base, share, setting["rounds"]))
+        cells += [wire(Task(2, params=able.params(first, last)), profiles, base) for first in (0, 3, last)]
+    for choose in CHOICES:
+        if not any(c["kind"] == "deadline" and c.get("choose", "all") == choose for c in cells):
+            cells += [deadlines(profiles, base, share, setting["rounds"], choose) for share in (1.0, 0.5, 0.25)]
+    cells.append(words(able, list(model.net(data.load(base.task), 0).state_dict())))
+    cells += plan(cells, record.cells(record.RESULTS / "fleet_digits_cpu.json"))
     record.save(out, setting, cells, table(cells))
     print(table(cells))
 

@@ -18,6 +18,8 @@ import fleets
 import record
 import transfer_table
 
+from pliant.integrations.flower import METHODS
+
 RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 FULL = ("full", "full, tuned", "full, captured")
@@ -40,6 +42,7 @@ TRANSFER = {  # result file → title (of its first task), unit of time, and the
     ),
     "transfer_gtsrb_h200": ("43 traffic signs, MobileNetV2, H200", "seconds", (*FULL, "pliant 4ms")),
 }
+FLEETS = {"fleet_digits_cpu": ("digits",), "fleet_data_cpu": ("spoken", "signs", "birds")}
 OURS = "#c2410c"
 
 
@@ -99,19 +102,27 @@ def against_full(out: Path) -> None:
     save(pyplot, fig, out / "fewshot_h200.svg")
 
 
-def over_rounds(out: Path) -> None:
-    """Accuracy over the simulated clock of a fleet, every method; the mean of each round and the two before it."""
-    cells = [
-        c for c in record.cells(RESULTS / "fleet_digits_cpu.json") if (c["alpha"], c["clients"]) == (0.1, 20) and not c["seed"]
-    ]
-    pyplot, fig, (axes,) = figure()
-    for cell in cells:
-        ours = {"color": OURS, "linewidth": 2.4, "zorder": 3} if cell["method"] == "pliant" else {"linewidth": 1.2}
-        axes.plot(cell["clock"], [100 * a for a in fleets.smooth(cell["accuracy"])], marker=".", label=cell["method"], **ours)
-    title = "20 clients of four speeds, Dirichlet 0.1, digits, seed 0"
-    axes.set(xlabel="simulated seconds", ylabel="test accuracy, %", title=title)
-    axes.legend(frameon=False, fontsize=8)
-    save(pyplot, fig, out / "fleet_digits_cpu.svg")
+def over_rounds(name: str, out: Path) -> None:
+    """Accuracy over the simulated clock of fleets, seed 0, every method; the mean of each round and the two before it."""
+    fleets_of = {
+        (task, alpha, clients): [c for c in cells if (c["alpha"], c["clients"], c["seed"]) == (alpha, clients, 0)]
+        for task in FLEETS[name]
+        for cells in [record.cells(RESULTS / f"fleet_{task}_cpu.json")]
+        for alpha, clients in sorted({(c["alpha"], c["clients"]) for c in cells}, key=lambda kind: (kind[1], kind[0]))
+    }
+    pyplot, fig, all_axes = figure(2, (len(fleets_of) + 1) // 2)
+    colours = {method: f"C{i}" for i, method in enumerate(METHODS)} | {"pliant": OURS}
+    for axes, ((task, alpha, clients), cells) in zip(all_axes, fleets_of.items(), strict=False):
+        for cell in sorted(cells, key=lambda c: list(METHODS).index(c["method"])):
+            ours = {"linewidth": 2.4, "zorder": 3} if cell["method"] == "pliant" else {"linewidth": 1.2}
+            judged = [100 * a for a in fleets.smooth(cell["accuracy"])]
+            axes.plot(cell["clock"], judged, marker=".", label=cell["method"], color=colours[cell["method"]], **ours)
+        title = f"{task}: {clients} clients of four speeds, Dirichlet {alpha:g}"
+        axes.set(xlabel="simulated seconds", ylabel="test accuracy, %", title=title)
+        axes.legend(frameon=False, fontsize=7)
+    for axes in all_axes[len(fleets_of) :]:
+        axes.set_axis_off()
+    save(pyplot, fig, out / f"{name}.svg")
 
 
 def save(pyplot: Any, fig: Any, path: Path) -> None:
@@ -130,7 +141,8 @@ def main() -> None:
     for name in TRANSFER:
         over_time(name, args.out)
     against_full(args.out)
-    over_rounds(args.out)
+    for name in FLEETS:
+        over_rounds(name, args.out)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,6 @@ def cell(network: str, recipe: str, asked: float, run: int, setting: dict[str, A
         "corrections": len(rounds) - 1,
         "full_seconds": quartile(full),
         "full_seconds_profiled": profile.full.seconds,
-        "profiling_steps": profile.origin["took"] / quartile(full),
         "first_step": mine[0] / quartile(full),
         "engine": engine,
         "why_not": why_not,

@@ -284,6 +284,18 @@ def test_code_that_relies_on_the_layout_runs_as_it_is(how: str, why: str) -> Non
     assert torch.equal(value, classify(Relies(how), images(side=4)))
 
 
+def test_a_loss_that_needs_its_whole_batch_has_the_kernels_too() -> None:
+    def whole(model: nn.Module, batch: Any) -> torch.Tensor:
+        if len(batch[0]) != 4:
+            raise ValueError("four, please")
+        return classify(model, batch)
+
+    model = Mobile()
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), whole, recipes.only("head.*")) as session:
+        session.step(images())
+        assert session.engine == "prefix" and not session.why_not
+
+
 def test_hooks_run() -> None:
     seen: list[str] = []
 

@@ -17,6 +17,8 @@ from torch import nn
 
 from pliant import Cost, Part, Policy, Selection, Unit, recipes
 from pliant.export import ExportError, Facts, apply_delta_, executorch
+from pliant.export.device import check
+from pliant.export.device import choose as choosing
 from pliant.export.device.arena import Buffer, busiest, place
 from pliant.export.device.export import cross_entropy
 from pliant.export.device.facts import save_delta
@@ -108,6 +110,64 @@ def test_tensors_that_live_together_do_not_overlap(buffers: list[Buffer]) -> Non
             assert apart or a.end < b.start or b.end < a.start
 
 
+def test_a_selection_is_trimmed_to_its_best_units_until_it_fits() -> None:
+    units = tuple(Unit(str(i), (Part(f"p{i}"),)) for i in range(9))
+    values = {unit: float(i) for i, unit in enumerate(units)}
+    chosen = Selection(units, Cost(), {}, 36.0)
+    seen: dict[frozenset[Any], choosing.Candidate] = {}
+
+    def trimmed(limit: int) -> list[str] | None:
+        made = choosing._trimmed(chosen, {units[0]}, seen, values, limit, lambda one: (None, 100 * len(one.units)))
+        return None if made is None else [unit.name for unit in made.selection.units]
+
+    assert trimmed(450) == ["0", "6", "7", "8"]  # the first stays in any case
+    assert trimmed(250) == ["0", "8"] and trimmed(150) == ["0"]
+    assert trimmed(50) is None and min(one.bytes for one in seen.values()) == 100
+
+
+# ---------------------------------------------------------------- the check
+
+
+class Kinked(nn.Module):
+    """A value that lies on the kink of a ReLU where the input is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, 2), nn.Linear(2, 2)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]]))
+            self.first.bias.copy_(torch.tensor([-1.0, 0.5]))
+            self.head.weight.copy_(torch.tensor([[1.0, 0.5], [-0.5, 1.0]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.first(x)))
+
+
+def checked(monkeypatch: pytest.MonkeyPatch, x: float, wrong: float = 1.0) -> float:
+    """Hold a stand-in for a program, which rounds otherwise than PyTorch, against PyTorch."""
+    model, trained = Kinked(), [Trained("first.weight", "", (2, 3)), Trained("head.weight", "", (2, 2))]
+
+    class Rounding:
+        def __init__(self, program: bytes, trained: Any) -> None: ...
+
+        def run(self, inputs: Any) -> Any:
+            given = inputs[0] * (1 + 2e-7), inputs[1]
+            loss, grads = check.eager(model, cross_entropy, given, trained)
+            return [loss, model(inputs[0]).detach()], {name: grad * wrong for name, grad in grads.items()}, {}
+
+    monkeypatch.setattr(check, "Runner", Rounding)
+    monkeypatch.setattr(check, "_operators", lambda *args: ["aten.some"])
+    return check.check(b"", None, model, cross_entropy, (torch.tensor([[x, 0.3, 0.2]]), torch.tensor([1])), trained)
+
+
+def test_gradients_are_compared_where_rounding_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked(monkeypatch, x=1.5) < 1e-5
+    assert checked(monkeypatch, x=1.0) < 1e-5  # on the kink: another batch decides
+    for x in (1.0, 1.5):
+        with pytest.raises(ExportError, match=r"differs from PyTorch's.*aten\.some"):
+            checked(monkeypatch, x, wrong=1.001)
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -190,6 +250,14 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=message):
         executorch(model, batch(), choice, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_parameters_that_the_loss_does_not_reach_are_refused() -> None:
+    model = Net()
+    model.unused = nn.Linear(2, 2).double()
+    step, _ = prepared(model, cross_entropy, batch(), (Part("head.weight"), Part("unused.bias")), int8=False)
+    with pytest.raises(ExportError, match=r"does not depend on 'unused\.bias'"):
+        joint(step)
 
 
 def test_norms_and_dropout_in_training_mode_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pliant import BudgetError, solve
+from pliant.core.budget import Progress
+from pliant.core.types import Part, Unit
 from pliant.integrations.flower import (
     METHODS,
     Ability,
@@ -38,7 +40,7 @@ from pliant.integrations.flower import (
 )
 from pliant.integrations.flower.importance import blended, of_change
 from pliant.integrations.flower.messages import from_json, to_json
-from pliant.integrations.flower.pace import paced
+from pliant.integrations.flower.pace import Pace, paced
 from pliant.integrations.flower.windows import deepest, drawn, slid, widest
 from pliant.planning.solve import Problem
 from pliant.signals import Seen, grad_norm
@@ -192,8 +194,38 @@ def test_the_pace_is_that_of_most_value_in_the_round() -> None:
         assert 0.9 * best <= found <= best * (1 + 1e-9)
 
 
+def test_time_that_holds_no_more_such_step_goes_to_cheaper_ones() -> None:
+    problem = Problem(
+        tuple("abc"), np.array([5.0, 4.0, 3.0]), np.eye(3, dtype=bool), np.ones((1, 3)), np.array([3.0]), np.arange(3) == 0
+    )
+    for slow in (1.0, 1.2):
+        pace = Pace(10.0, lambda units: 1.0 + len(units))
+        solver, due = pace.solver(solve.milp(), 3), lambda pace=pace: pace.when().due(Progress(), Progress(), None)
+        everything = solver(problem)
+        assert everything.tolist() == [True, True, True] and not due()
+        units = tuple(Unit(name, (Part(name),)) for name in "abc")
+        for _ in range(2):
+            pace.stepped(units, 4.0 * slow)
+            pace.left -= 4.0 * slow
+        assert pace.slow == slow and not pace.fits() and pace.fits_less() is (slow == 1.0) and due() is (slow == 1.0)
+    pace.left = 3.7  # seconds hold a step of two units, which takes 3.6
+    assert due() and solver(problem).tolist() == [True, True, False]
+
+
+def test_a_device_that_is_too_slow_for_a_full_step_trains_some_layers(profiles: Profiles) -> None:
+    prices = profiles.of(local())
+    seconds = 0.5 * (ability(local(), profiles).floor + prices.full.seconds)
+    with pytest.raises(BudgetError, match="holds no step"):
+        train_round(local(), Task(4, 0.9 * prices.full.seconds), profiles, SimulatedClock())
+    for importance in ({}, {"blocks.2.weight": 1.0}):
+        task = Task(4, seconds, choose="pace", importance=importance, beta=0.0)
+        trained = train_round(local(), task, profiles, SimulatedClock())
+        assert trained.metrics["steps"] >= 1 and trained.metrics["seconds"] <= seconds * (1 + 1e-9)
+        assert 0 < len(trained.tensors) < len(local().model.state_dict())
+
+
 def test_messages_survive_the_way_and_strange_ones_are_refused() -> None:
-    task = Task(3, 1.5, 1, ("a", "b"), "pace", {"a": 1.0}, 0.5, stretch=True)
+    task = Task(3, 1.5, 1, ("a", "b"), "pace", {"a": 1.0}, 0.5)
     assert from_json(Task, to_json(task)) == task and from_json(Ability, to_json(able())) == able()
     with pytest.raises(ValueError, match="unknown \\['code'\\]"):
         from_json(Task, '{"steps": 1, "code": "x"}')
@@ -331,15 +363,6 @@ def test_replies_that_nobody_asked_for_and_lost_clients_change_nothing() -> None
     report = fleet.finish(tasks, [Reply("one", error="it failed: killed"), stranger])
     assert report.refused == {"one": "it failed: killed", "stranger": "nobody asked it"} and report.took == 0
     assert all(torch.equal(tensor, MODEL[name]) for name, tensor in fleet.model.items())
-
-
-def test_updates_count_per_step_where_the_task_says_so() -> None:
-    fleet = Federation({"w": torch.zeros(1)}, METHODS["fedavg"]())
-    tasks = {"few": Task(10, stretch=True), "many": Task(10, stretch=True)}
-    few = Reply("few", {"w": torch.tensor([1.0])}, {"num-examples": 1.0, "steps": 2.0})
-    many = Reply("many", {"w": torch.tensor([5.0])}, {"num-examples": 1.0, "steps": 10.0})
-    fleet.finish(tasks, [few, many])
-    assert fleet.model["w"].item() == pytest.approx(6 * (0.5 * 1 / 2 + 0.5 * 5 / 10))
 
 
 # ---------------------------------------------------------------- kill -9

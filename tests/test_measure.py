@@ -772,6 +772,60 @@ def test_the_optimizer_is_priced_by_tensor_and_by_byte(monkeypatch: pytest.Monke
         assert profile.cost(whole(*chosen)).seconds == pytest.approx(7 + 30 * len(chosen) + 0.5 * 4 * numbers)
 
 
+def test_prices_are_of_steps_as_they_run_and_shares_of_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that spares four fifths of what lies before the first trained layer, and kernels twice as fast after it."""
+    model, x, speed = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))), torch.randn(5, 6), 1.0
+    clock = Clock(lambda *op: products(*op) * speed)
+    layer = 5 * 6 * 6.0  # MACs
+
+    def ready(batch: torch.Tensor) -> Callable[[], torch.Tensor]:
+        frozen = next(i for i in range(6) if any(param.requires_grad for param in model[i].parameters()))
+
+        def forward() -> torch.Tensor:
+            nonlocal speed
+            value = mean_square(model, batch)
+            clock.now -= 0.8 * frozen * layer + 0.5 * (6 - frozen) * layer
+            speed = 0.5
+            return value
+
+        return forward
+
+    def paused(self: Watch, work: Callable[[], Any], lead: float = 0.0) -> Any:
+        nonlocal speed
+        start = clock.now
+        result = work()
+        speed = 1.0
+        return clock.now - start, result
+
+    with on_clock(monkeypatch, clock):
+        monkeypatch.setattr(Watch, "time", paused)
+        profile = measure.timed(model, sgd(model), mean_square, x, ready=ready)
+    assert profile.full.seconds == pytest.approx(really_runs(model, mean_square, x, profile.params)), "a plain step"
+    as_run = profile.on(Mode(prefix=True))
+    assert as_run.full == profile.full and profile.on(Mode()).spared == 0 < as_run.spared == profile.prefix_saves
+    for first in range(6):
+        chosen = [name for i in range(first, 6) for name in (f"{i}.weight", f"{i}.bias")]
+        plain = really_runs(model, mean_square, x, chosen)
+        real = 0.2 * first * layer + 0.5 * (plain - first * layer)
+        assert as_run.cost(whole(*chosen)).seconds == pytest.approx(real, rel=0.08), first
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_plain_full_step_takes_all_its_batches_and_one_update(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = norm_net()
+    clock, step = Clock(moving_price), trial.scratch_step
+
+    def priced_step(like: torch.optim.Optimizer) -> None:
+        step(like)
+        clock.now += 1000
+
+    monkeypatch.setattr(sandbox_module, "scratch_step", priced_step)
+    with on_clock(monkeypatch, clock):
+        profile = measure.timed(model, sgd(model), mean_square, x, norm="frozen", update=Update(accumulate=batches))
+    moving = really_runs(model, mean_square, x, profile.params, Clock(moving_price))
+    assert profile.full.seconds == pytest.approx(batches * moving + 1000)
+
+
 def moving_price(name: str, args: Sequence[Any], out: Any) -> float:
     """A norm that moves its statistics takes 100, one at rest 10; a product what it multiplies."""
     return (100.0 if args[5] else 10.0) if name == "native_batch_norm" else products(name, args, out)

@@ -332,21 +332,21 @@ def test_prices_are_of_swapped_passes_and_shares_of_plain_full_steps() -> None:
 def test_a_session_prices_as_it_runs() -> None:
     model, told = inverted(), {}
 
-    def cost(*what: Any, around: Any = nullcontext, **how: Any) -> Any:
-        told["around"] = around
-        return measure.timed(*what, around=around, **how)
+    def cost(*what: Any, around: Any = nullcontext, ready: Any = None, **how: Any) -> Any:
+        told.update(around=around, ready=ready is not None)
+        return measure.timed(*what, around=around, ready=ready, **how)
 
     for engine, around in (("auto", Swapped), ("plain", nullcontext)):
         policy = replace(recipes.pliant(time=1.0), cost=cost)
         with Session(model, sgd(model), loss, policy, engine=engine) as session:
             session.step(some())
-        assert told["around"] is around
+        assert told == {"around": around, "ready": engine == "auto"}
     with Session(model, sgd(model), loss, replace(recipes.pliant(time=1.0), cost=cost)) as session:
         session.before_step(some())  # the caller's own passes are as ever
-    assert told["around"] is nullcontext
+    assert told == {"around": nullcontext, "ready": False}
     sliced = replace(recipes.pliant(time=1.0), cost=cost, units=units.channels())
     with Session(model, sgd(model), loss, sliced, engine="prefix") as session:
         session.step(some())
-    assert told.pop("around") is nullcontext
+    assert told == {"around": nullcontext, "ready": False}
     with Session(model, sgd(model), loss, replace(recipes.pliant(macs=0.9), cost=measure.counted)) as session:
         session.step(some())  # measures nothing

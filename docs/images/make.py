@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant import Policy, Session, data, models, recipes, report, runlog, schedule, score
+from pliant import Policy, Session, data, models, recipes, report, runlog, schedule
 
 HERE = Path(__file__).parent
 STEPS, BATCH, SIZE = 120, 16, 32
@@ -39,11 +38,6 @@ def evaluate(model: nn.Module, split: data.Split, step: int, log: Path) -> None:
     hits, value = (scores.argmax(1) == split.labels).float().mean(), F.cross_entropy(scores, split.labels)
     line = {"event": "evaluated", "step": step, "split": "validation", "accuracy": float(hits), "loss": float(value)}
     runlog.append(log, [line])
-
-
-def far(policy: Policy) -> Policy:
-    """For a task that is far from the pretraining, as digits are (docs/limits.md)."""
-    return replace(policy, signal=score.update_gain(), norm="chosen")
 
 
 def train(folder: Path, policy: Policy, correct: bool = True) -> None:
@@ -144,10 +138,10 @@ def main() -> None:
     often = schedule.every(steps=20)
     picture = folder / "picture"
     if not (picture / "run.jsonl").exists():
-        train(picture, far(recipes.pliant(time=0.5, when=often, head_first=0)), correct=False)  # no corrections
+        train(picture, recipes.pliant(time=0.5, when=often, head_first=0), correct=False)  # no corrections
     what_trained(picture / "run.jsonl", HERE / "what-trained.svg")
     runs = {
-        "pliant-0.5": far(recipes.pliant(time=0.5, memory="30MB", when=often, head_first=0)),
+        "pliant-0.5": recipes.pliant(time=0.5, memory="30MB", when=often, head_first=0),
         "full": recipes.full(),
         "head": recipes.head(),
     }

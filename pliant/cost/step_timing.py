@@ -196,12 +196,11 @@ class StepTiming:
         draft = charges.profile(graph, times, sizes, origin)
         few = repeats == 1 and not self.watch.cuda
         rungs = _rungs(graph, draft, deepest=not few, everything=not (few and plain))
-        if self.around is not nullcontext or self.ready is not None:
-            self._plain_step()  # makes PyTorch's kernels, which nothing has used so far
+        *steps, full_step = [partial(self.step, rung) for rung in rungs] + [self._plain_step] * plain
 
-        def turn() -> list[float]:
-            full = [self._plain_step() for _ in range(plain)]
-            return [self.step(rung) for rung in rungs] + full
+        def turn() -> list[float]:  # a first step makes what the engine needs, a first full step PyTorch's kernels
+            taken = [min(step() for _ in range(1 if self.ready is None else 2)) for step in steps]
+            return [*taken, min(full_step() for _ in range(2 if few else 1))]
 
         some = range(1 if self.watch.cuda and steady else repeats)  # a steady clock needs one
         turns = np.array([turn() for _ in told("timing steps", some)])

@@ -2,7 +2,7 @@
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
-| `pliant` | layers | agreement | measured | coverage | after the head, then on drift |
+| `pliant` | layers | update gain | measured | coverage | after the head, then on drift |
 | `elastic_trainer` | tensors | update gain | measured seconds | knapsack | every k epochs or steps |
 | `elastic_layers` | layers | update gain | measured seconds | knapsack | every k epochs or steps |
 | `green_trainer` | tensors | update gain | MACs | knapsack | every k epochs or steps |
@@ -43,12 +43,12 @@ def pliant(
     head_first: float = 0.1,
     seed: int = 0,
 ) -> Policy:
-    """Ours, and the default: the head first, then whole layers whose gradients agree between batches, inside every budget at
-    once, chosen again on drift. With `head_first=0` layers are chosen before the first step, from one batch.
+    """Ours, and the default: the head first, then the whole layers that gain most, inside every budget at once, chosen again on
+    drift. With `head_first=0` layers are chosen before the first step.
     """
     return Policy(
         units.layers(),
-        score.agreement(),
+        score.update_gain(),
         timed,
         solve.coverage(power=0.5),
         when or schedule.on_drift(0.3, at_least=1000, at_most=5000),

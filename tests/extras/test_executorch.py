@@ -89,6 +89,15 @@ def test_gradients_are_those_of_pytorch(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+def test_operators_that_the_runtime_lacks_are_computed_by_others() -> None:
+    """The backward kernel of max pooling adds to what lay in memory; that of SiLU makes an empty tensor."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 6, 3), nn.SiLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(150, 3)
+    model = nn.Sequential(*layers).eval()
+    facts, _ = built(model, batch_of(), selection(*(name for name, _ in model.named_parameters())))
+    assert len(facts.trains) == 6 and facts.difference < 1e-5
+
+
 def test_exported_trained_and_brought_back(tmp_path: Path) -> None:
     """Forty steps on the device and in PyTorch end in the same weights; the delta gives the same predictions."""
     model, optimizer = Net(), None

@@ -6,7 +6,7 @@ its whole arena, with the weights that change. So the limit that is planned for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import nn
 
 from pliant.core.budget import Absolute
 from pliant.core.errors import BudgetError
-from pliant.core.types import Selection
+from pliant.core.types import Selection, Unit
 from pliant.cost.measure import counted, read_graph
+from pliant.planning.floor import always_chosen
 from pliant.planning.plan import plan
 from pliant.planning.policy import Policy
 from pliant.runtime.batches import Loss, Pieces
@@ -25,6 +26,34 @@ from pliant.signals.probe import probe
 MOST_GRAPHS = 8
 _MOST_PLANS = 24
 _NEAR = 0.97  # of the limit: close enough, another graph would cost more than it finds
+
+
+def _trimmed(
+    selection: Selection,
+    stay: set[Unit],
+    seen: dict[frozenset[Any], Candidate],
+    values: Mapping[Unit, float],
+    limit: int,
+    graph_of: Callable[[Selection], tuple[Any, int]],
+) -> Candidate | None:
+    """The better half of a selection, and of that, until its program fits: plans do not count the weights that change."""
+    count, units = len(selection.units), sorted(selection.units, key=lambda unit: (unit not in stay, -values[unit]))
+    while count > max(1, len(stay)):
+        count = max(1, len(stay), count // 2)
+        kept = tuple(unit for unit in selection.units if unit in set(units[:count]))
+        part = replace(selection, units=kept, value=sum(values[unit] for unit in kept))
+        found = seen[frozenset(part.parts)] = Candidate(part, *graph_of(part))
+        if found.bytes <= limit:
+            return found
+    return None
+
+
+def _least(unit: Unit, sizes: Mapping[str, int]) -> int:
+    """Bytes that a program needs to train this unit, whatever else it does.
+
+    A tensor that trains whole is held with its gradient. One of which a slice trains is put together where it is used.
+    """
+    return max(sizes[part.param] * (2 if part.dim is None else 1) for part in unit.parts)
 
 
 @dataclass(frozen=True)
@@ -61,6 +90,9 @@ def choose(
         selection = plan(free, profile, values)
         return Candidate(selection, *graph_of(selection)), 1
 
+    sizes = {name: param.numel() * param.element_size() for name, param in model.named_parameters()}
+    values = {unit: 0.0 if _least(unit, sizes) > limit else value for unit, value in values.items()}
+
     def within(amount: float) -> Selection:
         return plan(replace(policy, budget=replace(policy.budget, memory=Absolute(max(amount, 1.0)))), profile, values)
 
@@ -89,6 +121,8 @@ def choose(
             low, low_bytes = asked, float(found.bytes)
             if found.bytes >= _NEAR * limit or asked >= largest.cost.bytes:
                 break
+        elif best is None and high_bytes and found.bytes > _NEAR * high_bytes:
+            break  # less memory to plan for makes the program no smaller: what is left are weights, not activations
         else:
             high, high_bytes = asked, float(found.bytes)
         if low_bytes and high_bytes:  # between what fits and what does not, in proportion
@@ -97,6 +131,9 @@ def choose(
             asked = (low + high) / 2
         else:
             asked = min(high, asked * 2)
+    if best is None and seen:
+        stay = {unit for unit, is_fixed in zip(values, always_chosen(policy, profile, tuple(values)), strict=True) if is_fixed}
+        best = _trimmed(min(seen.values(), key=lambda one: one.bytes).selection, stay, seen, values, limit, graph_of)
     if best is None:
         least = min(seen.values(), key=lambda one: one.bytes, default=None)
         needs = f": the smallest selection that was found takes {least.bytes:,} bytes" if least else ""

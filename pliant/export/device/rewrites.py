@@ -8,6 +8,7 @@ Autograd keeps what its formulas read. A program whose memory is planned in adva
 | an activation that only a comparison reads again | three of four bytes: the comparison is made at once and kept |
 | input gradient of a frozen convolution | the convolution's input, of which only the shape is needed |
 | weight gradient of chosen channels | the gradient of the others, and the input channels that are not chosen |
+| a transpose of a transpose, of a linear layer's weight and its gradient | a copy of both |
 | a weight that is computed (int8, slices) | its float copy between forward and backward pass |
 """
 
@@ -31,6 +32,7 @@ def shrink_(program: Any) -> None:
     """All rewrites, on the joint program in place."""
     graph: fx.Graph = program.graph_module.graph
     avoid_missing_(graph)
+    _transpose_once_(graph)
     _differentiate_by_output_(graph)
     _slice_weight_gradients_(graph)
     _input_gradients_without_input_(graph)
@@ -39,6 +41,17 @@ def shrink_(program: Any) -> None:
     graph.eliminate_dead_code()
     graph.lint()
     program.graph_module.recompile()
+
+
+def _transpose_once_(graph: fx.Graph) -> None:
+    """Two permutations in a row that undo each other are none."""
+    for node in calls(graph, aten.permute.default):
+        source = node.args[0]
+        if source.target is aten.permute.default and [source.args[1][i] for i in node.args[1]] == list(
+            range(len(node.args[1]))
+        ):
+            node.replace_all_uses_with(source.args[0])
+    graph.eliminate_dead_code()
 
 
 def _differentiate_by_output_(graph: fx.Graph) -> None:
@@ -102,7 +115,7 @@ def _slice_weight_gradients_(graph: fx.Graph) -> None:
             with graph.inserting_after(x if index.op == "placeholder" and x.op != "placeholder" else node.prev):
                 source, kept = grad, call(graph, aten.index_select.default, x, 1, index)
         with graph.inserting_before(node):
-            like = call(graph, aten.index_select.default, weight, dim, index)
+            like = _slice_of(graph, weight, dim, index)
             own = [False, True, False]
             sliced = call(graph, aten.convolution_backward.default, source, kept, like, None, *how, own)
             result = call(graph, operator.getitem, sliced, 1)
@@ -112,6 +125,13 @@ def _slice_weight_gradients_(graph: fx.Graph) -> None:
         for which, other in others.items():
             _replace_output_(node, which, other)
         graph.eliminate_dead_code()
+
+
+def _slice_of(graph: fx.Graph, weight: Node, dim: int, index: Node) -> Node:
+    """The slice of a weight; where it was put together from a slice and the rest, that slice."""
+    if weight.target is aten.index_put.default and len(weight.args[1]) == dim + 1 and weight.args[1][dim] is index:
+        return weight.args[2]
+    return call(graph, aten.index_select.default, weight, dim, index)
 
 
 _WEIGHT_OPERATORS = (aten.index_put.default, aten.mul.Tensor, aten._to_copy.default, aten.view.default)

@@ -13,15 +13,11 @@ MOST_CHANGE = 10.0  # times the norm of the whole model: an update that moves fu
 
 @dataclass(frozen=True)
 class Update:
-    """New values of the tensors that one client trained, and how much they count.
-
-    `stretch` multiplies what changed, so that a client that took few steps counts as much as one that took many.
-    """
+    """New values of the tensors that one client trained, and how much they count."""
 
     client: str
     tensors: Mapping[str, torch.Tensor]
     weight: float
-    stretch: float = 1.0
 
 
 def refusal(
@@ -68,7 +64,7 @@ class Mean:
 
     def add(self, update: Update) -> None:
         for name, tensor in update.tensors.items():
-            change = (tensor.double() - self._model[name].double()) * (update.weight * update.stretch)
+            change = (tensor.double() - self._model[name].double()) * update.weight
             self._sums[name] = self._sums[name].add_(change) if name in self._sums else change
             self._weights[name] = self._weights.get(name, 0.0) + update.weight
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -113,12 +112,10 @@ class Federation:
         mean, refused, losses = Mean(self.model), {}, []
         seconds, late, back = 0.0, 0, 0
         came = sorted(replies, key=lambda reply: reply.client)
-        usual, norm = _mean_steps(tasks, came), norm_of(self.model)
+        norm = norm_of(self.model)
         for reply in came:
             reason = reply.error or ("nobody asked it" if reply.client not in tasks else None)
-            task = tasks.get(reply.client)
-            stretch = usual / _steps(task, reply) if task is not None and task.stretch else 1.0
-            update = Update(reply.client, reply.tensors, _number(reply, "num-examples"), stretch)
+            update = Update(reply.client, reply.tensors, _number(reply, "num-examples"))
             reason = reason or refusal(update, self.model, self.most_change, norm)
             if reason is not None:
                 refused[reply.client] = reason
@@ -176,20 +173,3 @@ class Federation:
 
 def _number(reply: Reply, name: str) -> float:
     return float(reply.metrics.get(name, 0.0))
-
-
-def _steps(task: Task, reply: Reply) -> float:
-    """The steps that a client says it took: at least one, at most those that it was asked for."""
-    steps = _number(reply, "steps")
-    return min(max(steps, 1.0), float(task.steps)) if math.isfinite(steps) else float(task.steps)
-
-
-def _mean_steps(tasks: Mapping[str, Task], replies: Iterable[Reply]) -> float:
-    """Of the clients whose change is stretched, by their examples."""
-    each = [
-        (_steps(tasks[reply.client], reply), weight)
-        for reply in replies
-        if reply.client in tasks and tasks[reply.client].stretch
-        if math.isfinite(weight := _number(reply, "num-examples")) and weight > 0
-    ]
-    return sum(steps * weight for steps, weight in each) / sum(weight for _, weight in each) if each else 1.0

@@ -60,8 +60,7 @@ class Task:
     - "last", "random": baselines
 
     `importance` is what the server knows of each parameter; local values count `beta`, those of the server the rest. A client
-    that does not `stop` at the deadline goes on until its last step. With `stretch`, what a client changed counts per step,
-    times the mean of all clients' steps. `memory` limits a step as `Budget(memory=…)` does.
+    that does not `stop` at the deadline goes on until its last step. `memory` limits a step as `Budget(memory=…)` does.
     """
 
     steps: int
@@ -72,7 +71,6 @@ class Task:
     importance: Mapping[str, float] = field(default_factory=dict)
     beta: float = 1.0
     stop: bool = True
-    stretch: bool = False
     memory: str | float | None = None
     seed: int = 0
 

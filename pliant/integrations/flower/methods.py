@@ -71,11 +71,6 @@ def fewer_steps() -> Method:
     return _each(lambda now, client, able: Task(able.steps, now.deadline, seed=now.seed_of(client)))
 
 
-def stretched_steps() -> Method:
-    """The same, and what a client changed counts per step, times the mean of all clients' steps. FedNova, arXiv 2007.07481."""
-    return _each(lambda now, client, able: Task(able.steps, now.deadline, stretch=True, seed=now.seed_of(client)))
-
-
 def last_layers() -> Method:
     """The last layers, as many as fit."""
     return _each(lambda now, client, able: Task(able.steps, now.deadline, choose="last", seed=now.seed_of(client)))
@@ -180,7 +175,6 @@ METHODS: dict[str, Callable[[], Method]] = {
     "fedavg": fedavg,
     "drop_stragglers": drop_stragglers,
     "fewer_steps": fewer_steps,
-    "stretched_steps": stretched_steps,
     "last_layers": last_layers,
     "depth": depth,
     "random_windows": random_windows,

@@ -36,15 +36,17 @@ def greedy(by: str = "value", stop: bool = False) -> Solver:
 
 def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None) -> Mask:
     chosen, taken = problem.always.copy(), 0
+    due = problem.needed[:, chosen].any(axis=1)
+    cost = problem.price[:, due].sum(axis=1)
     for unit in order:
         if most is not None and taken >= most:
             break
-        chosen[unit] = True
-        if problem.fits(chosen):
+        new = problem.needed[:, unit] & ~due  # what this unit adds; to sum all again takes seconds for thousands of channels
+        with_it = cost + problem.price[:, new].sum(axis=1)
+        if problem.is_within(with_it):
+            chosen[unit], due, cost = True, due | new, with_it
             taken += 1
-            continue
-        chosen[unit] = False
-        if stop:
+        elif stop:
             break
     return chosen
 

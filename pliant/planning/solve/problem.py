@@ -43,8 +43,11 @@ class Problem:
         due = self.needed[:, chosen].any(axis=1)
         return self.price[:, due].sum(axis=1)
 
+    def is_within(self, cost: Array) -> bool:
+        return bool(np.all(cost <= self.limits * (1 + SLACK)))
+
     def fits(self, chosen: Mask) -> bool:
-        return bool(np.all(self.cost(chosen) <= self.limits * (1 + SLACK)))
+        return self.is_within(self.cost(chosen))
 
     def value(self, chosen: Mask) -> float:
         return float(self.values[chosen].sum())
