@@ -71,8 +71,9 @@ def main() -> None:
     for network, method in wanted[:: len(wanted) - 1] if args.quick else wanted:
         if (network, method) not in done:
             cells.append(cell(folder, network, method, args.steps, args.seed))
+            cells.sort(key=lambda one: wanted.index((one["network"], one["method"])))
             record.save(path, setting, cells, table(cells))
-            print(cells[-1], flush=True)
+            print(network, method, flush=True)
 
 
 def cell(folder: Path, network: str, method: str, steps: int, seed: int) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def cell(folder: Path, network: str, method: str, steps: int, seed: int) -> dict
         "tensors": len(facts.trains),
         "macs": facts.macs / facts.full_macs,
         "gradients_off": facts.difference,
-        "weights_off": float(max(off)),
+        "weights_off": float(max(off).detach()),
         "before": accuracy(net, test),
         "device": trained.after,
         "pytorch": accuracy(held, test),

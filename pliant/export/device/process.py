@@ -28,7 +28,6 @@ from pliant.export.device.facts import PROGRAM, Facts, read_delta, save_delta
 from pliant.export.device.runner import Runner
 
 _LOOK_EVERY = 0.01  # seconds between two looks at the memory of a process that trains
-_WARM = 4  # batches that are made before memory is read: what Python keeps for them is not the program's
 _FIELDS = {"VmHWM": "resident", "RssAnon": "anonymous"}
 
 
@@ -162,13 +161,19 @@ def read_arrays(path: str, facts: Facts) -> list[torch.Tensor]:
 
 
 def batches(arrays: Sequence[torch.Tensor], size: int, seed: int | None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Batches of this size; shuffled and without end with a seed, else once in order. A smaller last one is left out."""
-    epoch = 0
+    """Batches of this size; shuffled and without end with a seed, else once in order. A smaller last one is left out.
+
+    All are the same memory, which the next one overwrites: tensors that come and go would leave gaps in that of the process.
+    """
+    epoch, batch = 0, tuple(array.new_empty((size, *array.shape[1:])) for array in arrays)
     while True:
         count = len(arrays[0])
         order = np.arange(count) if seed is None else np.random.default_rng([seed, epoch]).permutation(count)
         for first in range(0, count - size + 1, size):
-            yield tuple(array[order[first : first + size]] for array in arrays)
+            index = torch.from_numpy(order[first : first + size])
+            for array, out in zip(arrays, batch, strict=True):
+                torch.index_select(array, 0, index, out=out)
+            yield batch
         if seed is None or count < size:
             return
         epoch += 1
@@ -196,7 +201,7 @@ def train(job: Job, say: Callable[[dict[str, Any]], None], wait: Callable[[], No
         raise ExportError(f"{job.data!r} has {len(arrays[0])} samples, fewer than one batch of {size}.")
     sgd = facts.sgd if job.lr is None else {**facts.sgd, "lr": job.lr}
     runner = Runner(Path(job.folder) / PROGRAM, facts.trains)
-    first, *_ = (batch for _, batch in zip(range(_WARM), batches(arrays, size, job.seed), strict=False))
+    first = next(batches(arrays, size, job.seed))
     _warm_up()
     started = read_delta(job.start)[0] if job.start else {}
     say({"ready": True})
