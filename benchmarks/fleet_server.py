@@ -27,8 +27,19 @@ from typing import Any
 import record
 import torch
 
-from pliant.integrations.flower import Ability, Mean, Profiles, Task, Update, ability, norm_of, refusal, train_round
-from pliant.integrations.flower.messages import Choice, to_json
+from pliant.integrations.flower import (
+    Ability,
+    Choice,
+    Mean,
+    Profiles,
+    Task,
+    Update,
+    ability,
+    norm_of,
+    refusal,
+    to_json,
+    train_round,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "fleet"))
 

@@ -30,7 +30,7 @@ from pliant import BudgetError, PliantError, Session, cli, recipes, roofline, sc
 from pliant.apps import models, report
 from pliant.apps import run_folder as folder
 from pliant.apps import tasks as task
-from pliant.apps.train import Options, Status, train
+from pliant.apps.train import Options, Status, open_session, train
 from pliant.cli import live
 from pliant.core.types import Part, Unit
 from pliant.cost.peaks import Peaks
@@ -427,7 +427,7 @@ def test_a_budget_just_below_the_floor_is_told_apart_from_it_and_the_floor_works
     """However near they are, the two numbers differ as they are printed, shares and amounts."""
     asked = Options(**{**TINY, "epochs": 1}, recipe="pliant")
     loaded = task.load(tiny.MODEL, tiny.DATA, size=8, seed=0, device="cpu", scratch=True, validation=0.4)
-    with task.session(loaded, task.policy("green_trainer", macs=1.0), batch=8, lr=0.1, scratch=True) as session:
+    with open_session(Options(batch=8, lr=0.1, scratch=True), loaded, task.policy("green_trainer", macs=1.0)) as session:
         session.before_step(next(loaded.batches(8, 0, 0)))
         least = session.profile.cost([Unit("7", (Part("7.weight"), Part("7.bias")))]).macs  # the head, which always trains
     with pytest.raises(BudgetError) as told:

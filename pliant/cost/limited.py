@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from pliant.core.budget import Budget
-from pliant.cost.measure import runs_through, spared, sparing, timed
+from pliant.core.errors import BudgetError
+from pliant.cost.measure import spared, sparing, timed
 from pliant.cost.profile import Profile
 from pliant.graph.backward import trainable
 from pliant.runtime import batches
@@ -43,9 +44,14 @@ def within(cost: Callable[..., Profile], budget: Budget) -> Callable[..., Profil
         if not needs_seconds(model, budget):
             return shapes
         samples = _that_fit(model, shapes, batch, Budget(memory=budget.memory))
-        if samples is not None and runs_through(model, loss, batches.part(batch, samples), how.get("graph")):
-            return timed(*what, **how, samples=samples)
-        return sparing(timed)(*what, **how)  # the loss needs the whole batch
+        if samples is not None:
+            try:
+                return timed(*what, **how, samples=samples)
+            except (torch.OutOfMemoryError, BudgetError):
+                raise
+            except Exception:  # a loss that needs the whole batch; an error with another cause comes again below
+                pass
+        return sparing(timed)(*what, **how)  # outside the handler, which would keep the failed graph alive
 
     return measured
 

@@ -26,7 +26,7 @@ from pliant.cost.node_timing import NodeTiming
 from pliant.cost.peaks import Peaks, roof_seconds
 from pliant.cost.profile import Profile
 from pliant.cost.step_timing import StepTiming, optimizer_sizes, state_sizes
-from pliant.graph.backward import Graph, compute_loss, trainable, walk, wiring
+from pliant.graph.backward import Graph, compute_loss, trainable
 from pliant.graph.readings import read_all
 from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Ready
@@ -35,7 +35,6 @@ from pliant.runtime.clock import Watch, device_name, undisturbed
 from pliant.runtime.energy import Meter
 from pliant.runtime.memory import LiveBytes, StandIns, inference_peak, storage
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.rng import seed_
 from pliant.runtime.sandbox import sandbox
 
 _PYTORCH = KernelPrices()
@@ -142,9 +141,7 @@ def timed(
         norms.hold_(params, params)
         passes = NodeTiming(model, loss, some, graph, params, norms, around, prices)
         times, alone = passes.times(repeats)
-        counts = on_cpu and not any(node.outward for node in graph.nodes)  # else shapes do not tell what is kept for inputs
-        counts = counts or samples is not None
-        sizes = Sizes.counted(graph, {}, norms_differ=norm == "chosen") if counts else passes.sizes()
+        sizes = passes.sizes() if samples is None else Sizes.counted(graph, {}, norms_differ=norm == "chosen")
         sizes = replace(sizes, **optimizer_sizes(optimizer, params))
         like = update.apart(), around, not graph.all_trainable, graph.seed, ready
         trial = StepTiming(model, optimizer, loss, some, params, norms, *like)
@@ -191,33 +188,17 @@ def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
     """The same measurement where memory is short: of large tensors only shapes are kept for backward (`memory.StandIns`). A
     model whose backward pass needs real values is measured with them."""
 
-    def measured(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
-        with torch.autograd.set_detect_anomaly(False), StandIns(model):
-            if runs_through(model, loss, batch):
-                return cost(model, optimizer, loss, batch, **how)
-        return cost(model, optimizer, loss, batch, **how)
-
-    return measured
-
-
-def runs_through(model: nn.Module, loss: Loss, batch: Any, graph: Graph | None = None) -> bool:
-    """Whether a forward and a backward pass of such a batch run, and in the way of this `graph`. Leaves no trace.
-
-    The code that may refuse is the user's: any error of it says no, save for memory that is not there.
-    """
-    params = trainable(model)
-    with sandbox(model):
-        if graph is not None and graph.seed is not None:
-            seed_(graph.seed)
+    def measured(model: nn.Module, *how: Any, **more: Any) -> Profile:
         try:
-            value = compute_loss(model, loss, batch)
-            found = [inputs for inputs, _ in wiring(walk(value), params)]
-            torch.autograd.grad(value, list(params.values()), allow_unused=True)
+            with torch.autograd.set_detect_anomaly(False), StandIns(model):
+                return cost(model, *how, **more)
         except torch.OutOfMemoryError:
             raise
-        except Exception:
-            return False
-    return graph is None or graph.is_wired_like(found)
+        except Exception:  # where values were read; an error with another cause comes again below
+            pass
+        return cost(model, *how, **more)  # outside the handler, which would keep the failed graph alive
+
+    return measured
 
 
 def modelled(peaks: Peaks, launch: float = 5e-6) -> Callable[..., Profile]:

@@ -12,7 +12,7 @@ from pliant.integrations.flower.aggregate import Mean, Update, aggregate, norm_o
 from pliant.integrations.flower.client import Local, Profiles, Trained, ability, train_round
 from pliant.integrations.flower.clock import SimulatedClock, WallClock, slowed
 from pliant.integrations.flower.federation import Federation, Reply, RoundReport
-from pliant.integrations.flower.messages import Ability, Task
+from pliant.integrations.flower.messages import Ability, Choice, Task, to_json
 from pliant.integrations.flower.methods import METHODS, Method, Situation
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "METHODS",
     "Ability",
+    "Choice",
     "Elastic",
     "Federation",
     "Local",
@@ -42,6 +43,7 @@ __all__ = [
     "packed",
     "refusal",
     "slowed",
+    "to_json",
     "train_round",
     "unpacked",
 ]
