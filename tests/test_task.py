@@ -54,7 +54,7 @@ def test_published_baselines_come_by_name_and_keep_no_budget(name: str) -> None:
         task.policy(name, memory="1MB")
     assert task.policy(name, seed=7).seed == (0 if name == "freeze_out" else 7), "nothing is drawn in freeze_out"
     mine = loaded(scratch=True)
-    with open_session(Options(batch=8, lr=0.1, epochs=2, scratch=True), mine, task.policy(name)) as session:
+    with open_session(Options(batch=8, lr=0.1, optimizer="sgd", epochs=2, scratch=True), mine, task.policy(name)) as session:
         for epoch in range(2):
             for batch in mine.batches(8, 0, epoch):
                 assert torch.isfinite(session.step(batch))
@@ -199,7 +199,7 @@ def test_timm_models_come_by_name_with_their_norm(monkeypatch: pytest.MonkeyPatc
 def test_what_is_saved_beside_comes_back() -> None:
     mine = loaded(scratch=True)
     policy = task.policy("head")
-    with open_session(Options(batch=8, lr=0.1, scratch=True), mine, policy) as session:
+    with open_session(Options(batch=8, lr=0.1, optimizer="sgd", scratch=True), mine, policy) as session:
         session.step(next(mine.batches(8, 0, 0)))
         session.save("state.pt", {"mine": [1, 2.5, "three"]})
         assert session.load("state.pt") == {"mine": [1, 2.5, "three"]}

@@ -427,7 +427,9 @@ def test_a_budget_just_below_the_floor_is_told_apart_from_it_and_the_floor_works
     """However near they are, the two numbers differ as they are printed, shares and amounts."""
     asked = Options(**{**TINY, "epochs": 1}, recipe="pliant")
     loaded = task.load(tiny.MODEL, tiny.DATA, size=8, seed=0, device="cpu", scratch=True, validation=0.4)
-    with open_session(Options(batch=8, lr=0.1, scratch=True), loaded, task.policy("green_trainer", macs=1.0)) as session:
+    with open_session(
+        Options(batch=8, lr=0.1, optimizer="sgd", scratch=True), loaded, task.policy("green_trainer", macs=1.0)
+    ) as session:
         session.before_step(next(loaded.batches(8, 0, 0)))
         least = session.profile.cost([Unit("7", (Part("7.weight"), Part("7.bias")))]).macs  # the head, which always trains
     with pytest.raises(BudgetError) as told:
