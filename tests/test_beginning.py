@@ -14,7 +14,7 @@ from oracle import differences, snapshot
 from torch import nn
 
 from pliant import Budget, Session, measure, recipes, score
-from pliant.session.beginning import BATCHES, expected, length
+from pliant.session.beginning import BATCHES, Beginning, expected, length
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -61,9 +61,10 @@ def test_the_head_has_a_tenth_of_the_run_but_ten_steps_or_a_quarter() -> None:
 
 def test_a_curve_goes_on_as_a_power_of_steps() -> None:
     curve = [(step + 0.5) ** -0.7 for step in range(4000)]
-    assert expected(curve[:1000]) == pytest.approx(sum(curve[1500:2000]) / 500, rel=0.03)
-    assert expected([2.0] * 5 + [3.0] * 5) == 3.0  # one that does not fall
-    assert expected([-1.0, -2.0]) == -2.0  # of numbers below zero it only says that they go no higher
+    assert expected(curve[:1000], 3) == pytest.approx(sum(curve[1500:2000]) / 500, rel=0.03)
+    assert expected(curve[:1000], 5) == pytest.approx(sum(curve[2500:3000]) / 500, rel=0.05)
+    assert expected([2.0] * 5 + [3.0] * 5, 3) == 3.0  # one that does not fall
+    assert expected([-1.0, -2.0], 3) == -2.0  # of numbers below zero it only says that they go no higher
 
 
 def test_the_head_trains_first_then_layers_are_chosen(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_selection_that_makes_the_loss_rise_is_taken_back(tmp_path: Path) -> N
     before = {name: p.clone() for name, p in model.named_parameters() if not name.startswith("4.")}
     steps = optimizer(model, body=300.0)
     with Session(model, steps, loss, policy(), total_steps=60, log=log) as session:
-        for batch in batches(40):
+        for batch in batches(8) * 5:
             session.step(batch)
         assert names(session) == ["4"]
         notes = [line["text"] for line in lines(log, "note") if "taken back" in line["text"]]
@@ -100,8 +101,36 @@ def test_a_selection_that_makes_the_loss_rise_is_taken_back(tmp_path: Path) -> N
         assert all(torch.equal(before[name], dict(model.named_parameters())[name]) for name in before)
 
 
+@pytest.mark.parametrize(
+    ("after", "again", "taken_back"),
+    [
+        ([0.4] * 10, True, None),
+        ([2.0] * 5 + [1.5] * 5 + [0.4] * 5, False, None),  # it rises as features change, and falls below the head's curve
+        ([2.0] * 5 + [1.5] * 5 + [0.4] * 5, True, 10),  # the same on samples that come again
+        ([2.0] * 5 + [1.9] * 5 + [1.9] * 5, False, 15),  # above the curve, and no longer falling
+        ([1.0] * 5 + [2.0] * 5, False, 10),
+        ([4.0] * 5 + [3.0] * 5 + [2.5] * 5 + [2.4] * 5 + [2.5] * 5, False, None),  # it has fallen long enough
+    ],
+)
+def test_a_loss_that_falls_on_new_samples_is_given_time(after: list[float], again: bool, taken_back: int | None) -> None:
+    model, data = make(), batches(35)
+    steps, begins = optimizer(model), Beginning()
+    for number, value in enumerate([2.0] * 5 + [1.0] * 5):
+        begins.meet(data[number])
+        begins.see(torch.tensor(value))
+    begins.chose(model, steps, dict(model.named_parameters()), may=True)
+    judged = []
+    for number, value in enumerate(after):
+        begins.meet(data[number % 5 if again else 10 + number])
+        begins.see(torch.tensor(value))
+        if begins.judge_(steps) is not None:
+            judged.append(number + 1)
+    assert judged == ([] if taken_back is None else [taken_back])
+    assert begins.over == (taken_back is None)
+
+
 def test_a_run_that_is_saved_while_it_is_judged_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    data = batches(40)
+    data = batches(8) * 5
     # While the head trains alone, while batches are collected, while the selection is judged, while the second try is.
     for stop in (10 - BATCHES, 8, 14, 24):
         with Session(whole := make(), optimizer(whole, 300.0), loss, policy(), total_steps=60) as session:

@@ -45,7 +45,7 @@ class Outcome:
 def run(
     console: Console,
     *,
-    time_share: float = 0.5,
+    time_share: float = 0.3,
     steps: int = 60,
     batch: int = 16,
     size: int = 64,

@@ -16,7 +16,7 @@ from pliant.runtime.files import write_aside
 
 @app.command()
 def demo(
-    time: Annotated[float, typer.Option(min=0.01, max=1.0, help="Time budget: share of a plain full step.")] = 0.5,
+    time: Annotated[float, typer.Option(min=0.01, max=1.0, help="Time budget: share of a plain full step.")] = 0.3,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 60,
     batch: Annotated[int, typer.Option(min=4, max=1000, help="Images per step.")] = 16,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side.")] = 64,

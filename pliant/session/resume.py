@@ -78,6 +78,7 @@ _STATE = {
         "losses": [NUMBER],
         "after": Either(None, [NUMBER]),
         "undo": _UNDO,
+        "met": [[NUMBER]],
         "batches": [[torch.Tensor]],
     },
     "not_captured": Either(None, str),
