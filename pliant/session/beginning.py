@@ -114,7 +114,8 @@ class Beginning:
 
     def _are_new(self, steps: int) -> bool:
         """Whether most samples of the last steps were in no batch before."""
-        met = self._met = [batch if isinstance(batch, list) else batch.tolist() for batch in self._met]
+        self._met = _lists(self._met)
+        met = [[f"{float(sample):.6g}" for sample in batch] for batch in self._met]  # sums differ in rounding
         known = {sample for batch in met[:-steps] for sample in batch}
         last = [sample for batch in met[-steps:] for sample in batch]
         return 2 * sum(sample in known for sample in last) < len(last)
@@ -128,9 +129,8 @@ class Beginning:
         after = None if self._after is None else _read(self._after)
         undo = None if self._undo is None else self._undo.state()
         held = [list(tensors(batch)) for batch in self.batches] or self._saved
-        losses, met = _read(self._losses), [batch if isinstance(batch, list) else batch.tolist() for batch in self._met]
-        judged = {"tries": self.tries, "over": self.over, "losses": losses, "after": after, "undo": undo, "met": met}
-        return {**judged, "batches": held}
+        judged = {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after, "undo": undo}
+        return {**judged, "met": _lists(self._met), "batches": held}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.batches, self.tries, self.over = [], state["tries"], state["over"]
@@ -150,7 +150,12 @@ def _numbers(batch: Any) -> torch.Tensor:
         return torch.zeros(0)
     values = first.detach().flatten(1) if first.dim() > 1 else first.detach()[:, None]
     values = values.abs().float() if values.is_complex() else values.float()
-    return values @ torch.linspace(1, 2, values.shape[1], device=values.device)
+    return (values * torch.linspace(1, 2, values.shape[1], device=values.device)).sum(1)
+
+
+def _lists(met: list[torch.Tensor | list[float]]) -> list[torch.Tensor | list[float]]:
+    """As numbers; reading them off a GPU waits for it."""
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in met]
 
 
 def _rebuilt(like: Any, saved: list[torch.Tensor]) -> Any:
