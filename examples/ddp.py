@@ -24,5 +24,5 @@ torch.manual_seed(dist.get_rank())  # other batches
 with Session(ddp, optimizer, loss, recipes.pliant(macs=0.7)) as session:
     for _ in range(20):
         session.step((torch.randn(16, 16), torch.randint(0, 4, (16,))))
-    print(f"process {dist.get_rank()} chose:", ", ".join(unit.name for unit in session.selection.units))
+    print(f"process {dist.get_rank()} chose: {', '.join(unit.name for unit in session.selection.units)}\n", end="", flush=True)
 dist.destroy_process_group()

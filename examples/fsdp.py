@@ -31,5 +31,5 @@ torch.manual_seed(dist.get_rank())
 with Session(model, optimizer, loss, recipes.pliant(time=1.0), profile=profile) as session:
     for _ in range(20):
         session.step(some_batch())
-    print(f"process {dist.get_rank()} chose:", ", ".join(unit.name for unit in session.selection.units))
+    print(f"process {dist.get_rank()} chose: {', '.join(unit.name for unit in session.selection.units)}\n", end="", flush=True)
 dist.destroy_process_group()

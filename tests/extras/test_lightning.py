@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_selection(name: str, tmp_pa
     again, second = fitted(POLICIES[name](), tmp_path / "again", without_dropout(), resume=str(cut))
     assert same(whole, again)
     assert first.session.selection.units == second.session.selection.units
-    rounds = {"pliant": 2}.get(name, 3)  # the default compares several batches before it chooses
+    rounds = 3
     assert first.session.selection.round == second.session.selection.round == rounds
 
 
