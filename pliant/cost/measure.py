@@ -118,7 +118,7 @@ def timed(
     are timed inside `around()`, and whole steps run their forward pass as `ready(batch)` gives it, as a session runs them. The
     full step that a share refers to is plain PyTorch, as anybody would run it.
     With `samples`, seconds are measured on so many samples of the batch and scaled, and bytes are counted from shapes: for
-    where there is no room for a full step. Costs about twelve full steps.
+    where there is no room for a full step. Costs about nine full steps.
     """
     if repeats is not None and repeats < 1:
         raise ValueError(f"timed(repeats={repeats}): at least one.")
