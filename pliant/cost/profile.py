@@ -181,13 +181,6 @@ class Profile:
         amounts = zip(seconds.tolist(), peaks.tolist(), macs.tolist(), strict=True)
         return [self.metered(Cost(s, self.base.bytes + math.ceil(b), math.ceil(m))) for s, b, m in amounts]
 
-    def with_one_more(self, units: tuple[Unit, ...], chosen: Iterable[Unit]) -> list[float]:
-        """For each unit, the seconds of a step that trains it beside those that are chosen."""
-        table, these = self.table(units), set(chosen)
-        due = table.needed[:, [unit in these for unit in units]].any(axis=1)
-        more = table.seconds[~due] @ table.needed[~due]
-        return (self.base.seconds + table.seconds[due].sum() + more).tolist()
-
     def split(self, units: Iterable[Unit]) -> dict[str, Cost]:
         """The same cost by what it is paid for: `forward`, `dX`, `dW` and `optimizer`.
 
