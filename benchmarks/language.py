@@ -5,7 +5,8 @@
 
 Needs `pip install 'pliant[hf]' peft`. Two parts, both with `Trainer.train()` as people call it:
 
-    step      networks of the shapes of Llama 3.2 1B and GPT-2 (124M) with random weights, in bfloat16, 8 × 512 random tokens.
+    step      networks of the shapes of Llama 3.2 1B, GPT-2 (124M), Qwen 2.5 0.5B and Gemma 3 270M with random weights, in
+              bfloat16, 8 × 512 random tokens.
               Seconds: wall time of ten steps, the device synchronised before and after; the median of the last windows.
               Memory: the peak of the last window beyond weights and beyond what inference takes.
     quality   a byte-level decoder, pretrained here on Python sources of installed packages, then fine-tuned on C++ headers of
@@ -48,26 +49,35 @@ ARMS: dict[str, Callable[[], Policy | None]] = {
     "LoRA": lambda: None,
     "full, compiled": lambda: None,
 }
-SHAPES = {"llama-1b": 100, "gpt2-124m": 100}  # steps
+SHAPES = {"llama-1b": 100, "gpt2-124m": 100, "qwen2.5-0.5b": 60, "gemma3-270m": 60}  # steps
+MAIN = ("llama-tiny", "llama-1b", "gpt2-124m")  # run every arm
+OTHERS = ("full", "pliant, time=0.5", "pliant, memory=0.25", "LoRA")  # arms of the other shapes
 
 
 # ---------------------------------------------------------------- networks and tokens
 
 
 def network(shape: str, dtype: torch.dtype, device: str) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    import transformers as hf
 
     torch.manual_seed(0)
+    sizes = {
+        "llama-tiny": (16, 32, 64, 4, 2, 96),
+        "llama-1b": (16, 2048, 8192, 32, 8, 128256),
+        "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 151936),
+        "gemma3-270m": (18, 640, 2048, 4, 1, 262144),
+    }
+    heads = ("num_attention_heads", "num_key_value_heads")
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", *heads, "vocab_size")
+    common = {**dict(zip(names, sizes.get(shape, ()), strict=False)), "tie_word_embeddings": True, "use_cache": False}
     if shape.startswith("llama"):
-        tiny = shape.endswith("tiny")
-        sizes = (32, 64, 4, 2, 96) if tiny else (2048, 8192, 32, 8, 128256)
-        hidden, inner, heads, kv, vocab = sizes
-        names = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv}
-        config = LlamaConfig(**names, vocab_size=vocab, num_hidden_layers=16, tie_word_embeddings=True, use_cache=False)
-        make: Any = LlamaForCausalLM
+        config, make = hf.LlamaConfig(**common), hf.LlamaForCausalLM
+    elif shape.startswith("qwen"):
+        config, make = hf.Qwen2Config(**common), hf.Qwen2ForCausalLM
+    elif shape.startswith("gemma"):
+        config, make = hf.Gemma3TextConfig(**common, head_dim=256), hf.Gemma3ForCausalLM
     else:
-        config = GPT2Config(use_cache=False)
-        make = GPT2LMHeadModel
+        config, make = hf.GPT2Config(use_cache=False), hf.GPT2LMHeadModel
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -133,7 +143,7 @@ def step_cell(shape: str, arm: str, device: str, batch: int, length: int, steps:
     if arm == "LoRA":
         import peft
 
-        names = ["q_proj", "v_proj"] if shape.startswith("llama") else ["c_attn"]
+        names = ["c_attn"] if shape.startswith("gpt2") else ["q_proj", "v_proj"]
         model = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=names))
     settle(device)
     base = torch.cuda.memory_allocated() if device == "cuda" else 0
@@ -371,8 +381,8 @@ def main() -> None:
 
     shapes = {"llama-tiny": 40} if args.quick else SHAPES
     quick_arms = [arm for arm in args.arms if arm != "full, compiled"]
-    rows = [(shape, arm) for shape in shapes for arm in quick_arms] if "step" in args.parts else []
-    for shape, arm in rows:
+    rows = [(shape, arm) for shape in shapes for arm in quick_arms if arm in OTHERS or shape in MAIN]
+    for shape, arm in rows if "step" in args.parts else []:
         if not is_late():
             try:
                 add(step_cell(shape, arm, args.device, batch, length, shapes[shape]))
@@ -385,7 +395,7 @@ def main() -> None:
         for cell in quality_cells(args.device, args.quick, **how, is_late=is_late):
             add(cell)
     if "step" in args.parts and "full, compiled" in args.arms and not args.quick:
-        for shape in reversed(shapes):
+        for shape in (shape for shape in MAIN if shape in shapes):
             if not is_late():
                 add(step_cell(shape, "full, compiled", args.device, batch, length, 40))
     print(table(cells))
