@@ -294,9 +294,9 @@ class _Stream:
 
 
 def _check_finite(value: torch.Tensor) -> None:
-    if not bool(torch.isfinite(value).all()):
+    if not math.isfinite(loss := value.item()):
         raise ProbeError(
-            f"the loss of the probe batch is {value.item()}: nothing can be learned from it. Check this batch and the weights; "
+            f"the loss of the probe batch is {loss}: nothing can be learned from it. Check this batch and the weights; "
             f"a lower learning rate or clip=… keeps training from diverging."
         )
 
