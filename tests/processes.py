@@ -32,6 +32,7 @@ RECIPES: dict[str, Callable[[], Policy]] = {
     "only": lambda: recipes.only("*1.*", "head*"),
     "last": lambda: recipes.last(time=0.7),
     "pliant": lambda: recipes.pliant(time=0.7, when=OFTEN, head_first=0),
+    "default": lambda: recipes.pliant(time=0.7),  # the head first, then layers on trial
     "elastic_trainer": lambda: recipes.elastic_trainer(time=0.65, when=OFTEN),
     "lisa": lambda: recipes.lisa(layers=1, steps=EVERY),
     "tinytrain": lambda: recipes.tinytrain(memory=None, macs=0.65, when=OFTEN),  # channels, which DDP does not know
@@ -96,6 +97,7 @@ def train(name: str, kind: str, rank: int | None, steps: int = STEPS, accumulate
     given: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if kind == "ddp" else model
     chosen = []
     options: dict[str, Any] = {"correct": False, "engine": "plain", "accumulate": accumulate, "profile": profile}
+    options["total_steps"] = steps
     options["allow_mismatch"] = True  # prices are those of a steady device, whatever norms do
     with Session(given, adamw(model), loss, policy, **options) as session:
         for step in range(steps):
