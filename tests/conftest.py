@@ -15,6 +15,7 @@ import tiny
 import torch
 
 from pliant.engine.kernels import channels_last
+from pliant.engine.kernels.arm import processor as arm
 from pliant.engine.prefix import onnx_runtime
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
@@ -53,10 +54,11 @@ def no_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests do not depend on the processor; those in test_channels_last.py are about custom kernels for x86-64, which round
-    otherwise than PyTorch's."""
+def no_custom_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not depend on the processor: custom kernels round otherwise than PyTorch's. Those in test_channels_last.py are
+    about the ones for x86-64, those in test_swapped.py and test_depthwise.py about the ones for ARM."""
     monkeypatch.setattr(channels_last, "PAYS_HERE", False)
+    monkeypatch.setattr(arm, "SLOW_HERE", False)
 
 
 @pytest.fixture

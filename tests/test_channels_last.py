@@ -21,7 +21,7 @@ NEAR = {"rtol": 2e-4, "atol": 2e-5}
 
 
 @pytest.fixture(autouse=True)
-def x86_processor(monkeypatch: pytest.MonkeyPatch, no_channels_last: None) -> None:
+def x86_processor(monkeypatch: pytest.MonkeyPatch, no_custom_kernels: None) -> None:
     monkeypatch.setattr(channels_last, "PAYS_HERE", True)
     monkeypatch.setattr(arm, "SLOW_HERE", False)
 

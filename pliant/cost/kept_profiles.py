@@ -37,7 +37,7 @@ from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.files import cache_folder
 from pliant.runtime.optimizer_step import Update
 
-_WAY = 2  # of measuring: another number where `measure.timed` finds other prices than before
+_WAY = 3  # of measuring: another number where `measure.timed` finds other prices or bytes than before
 _MOST = 100  # profiles that are kept: the oldest leave, so that changing batches do not fill a disk
 _NAME = re.compile(r"[0-9a-f]{32}\.json")
 
@@ -74,12 +74,15 @@ def recall(
     """The profile that is kept for these conditions, else a new one by `cost`, which is kept; and what a log should say.
 
     The origin of one from the cache says so (`cached`), and how many seconds it took to measure (`took`). A measurement may
-    have to `spare` the memory of a budget. Only what `timed` finds is kept: nothing else takes long, or depends on the device.
+    have to `spare` the memory of a budget; where there is none to spare, bytes are counted from shapes. Only what `timed` finds
+    is kept: nothing else takes long, or depends on the device.
     """
 
     def measured() -> Profile:
         how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm}
         how |= {"around": around, "prices": prices, "ready": ready}
+        if spare is None and cost is timed:
+            how["follow"] = False
         return (within(cost, spare) if spare is not None else cost)(model, optimizer, loss, batch, **how)
 
     keeps = cost is timed and (spare is None or needs_seconds(model, spare)) and os.environ.get("PLIANT_PROFILES") != "off"
