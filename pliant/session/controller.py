@@ -230,9 +230,8 @@ class Controller:
         """Probe with the next batch, whatever the schedule says."""
         self.asks_anyway = True
 
-    def windows(self, now: Progress, mode: Mode, batch: Any) -> list[list[str]] | None:
-        """Parameters that a probe of such a batch may score together within the memory that a step may take; None where
-        nothing is limited.
+    def windows(self, now: Progress, mode: Mode) -> list[list[str]] | None:
+        """Parameters that a probe may score together within the memory that a step may take; None where nothing is limited.
 
         One that alone needs more, or whose units each alone take more MACs than a step may, is in no window: it could not be
         trained either.

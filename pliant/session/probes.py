@@ -38,7 +38,6 @@ class Probes:
     def values(self, batch: Any, round: int, progress: Progress, freeze: bool) -> dict[Unit, float]:
         """The value of every unit on this batch, unless there are others to score `on`."""
         policy, mode, scaler = self._controller.policy, self._engine.mode, self._update.scaler
-        piece = next(iter(self._on), batch) if self._on is not None else batch
         self._engine.make_room()
         values = signals.probe(
             policy.signal,
@@ -50,7 +49,7 @@ class Probes:
             scale=scaler.get_scale() if scaler is not None else 1.0,
             seed=policy.seed,
             round=round,
-            windows=self._controller.windows(progress, mode, piece),
+            windows=self._controller.windows(progress, mode),
             around=partial(around_forward, mode),
             pieces=self._on,
             freeze=freeze,
