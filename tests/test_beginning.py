@@ -1,4 +1,4 @@
-"""The beginning of a run: the head first, what batches agree on, and a selection that is taken back."""
+"""The beginning of a run: the head first, then a selection that may be taken back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from oracle import differences, snapshot
 from torch import nn
 
-from pliant import Budget, Session, measure, recipes, score
-from pliant.session.beginning import BATCHES, Beginning, expected, length
+from pliant import Budget, Session, measure, recipes
+from pliant.session.beginning import Beginning, expected, length
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -131,8 +131,8 @@ def test_a_loss_that_falls_on_new_samples_is_given_time(after: list[float], agai
 
 def test_a_run_that_is_saved_while_it_is_judged_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     data = batches(8) * 5
-    # While the head trains alone, while batches are collected, while the selection is judged, while the second try is.
-    for stop in (10 - BATCHES, 8, 14, 24):
+    # While the head trains alone, just before the selection, while it is judged, while the second try is.
+    for stop in (5, 10, 14, 24):
         with Session(whole := make(), optimizer(whole, 300.0), loss, policy(), total_steps=60) as session:
             for batch in data:
                 session.step(batch)
@@ -145,36 +145,6 @@ def test_a_run_that_is_saved_while_it_is_judged_goes_on_as_if_it_had_not_stopped
             for batch in data[stop:]:
                 session.step(batch)
         assert differences(snapshot(whole)["weights"], snapshot(resumed)["weights"]) == []
-
-
-def test_agreement_is_what_pairs_of_batches_agree_on_relative_to_the_weights() -> None:
-    model, data = make(), batches(4)
-    before = snapshot(model)
-    with Session(model, optimizer(model), loss, policy(head_first=0)) as session:
-        session.before_step(data[0])
-        layers = session.units
-    found = score.probe(score.agreement(), model, optimizer(model), loss, data[0], layers, pieces=data)
-    assert differences(before["weights"], snapshot(model)["weights"]) == []
-    for unit in layers:
-        params = [dict(model.named_parameters())[name] for name in unit.params]
-        grads = [torch.cat([g.flatten() for g in torch.autograd.grad(loss(model, batch), params)]) for batch in data]
-        turns = torch.stack([grads[k] @ torch.stack(grads[:k]).mean(0) for k in range(1, 4)])
-        weights = torch.tensor([1.0, 2.0, 3.0]).double()
-        mean = (weights * turns).sum() / 6
-        pairs = [grads[a] @ grads[b] for a in range(4) for b in range(a)]
-        assert mean == pytest.approx(float(sum(pairs)) / 6)
-        error = ((weights * (turns - mean) ** 2).sum() / 2 / 6).sqrt()
-        size = sum(float(p.detach().square().sum()) for p in params)
-        assert found[unit] == pytest.approx(float((mean - 2 * error) / size), rel=1e-4)
-
-
-def test_agreement_of_one_batch_is_its_squared_gradient() -> None:
-    model, (batch,) = make(), batches(1)
-    with Session(model, optimizer(model), loss, policy(head_first=0)) as session:
-        session.before_step(batch)
-        layers = session.units
-    one = score.probe(score.agreement(), model, optimizer(model), loss, batch, layers)
-    assert one == score.probe(score.grad_norm(), model, optimizer(model), loss, batch, layers)
 
 
 def test_a_budget_may_change_while_the_head_trains_alone() -> None:

@@ -63,7 +63,7 @@ def train(folder: Path, policy: Policy, correct: bool = True) -> None:
 
 
 LEFT, TOP, ROW, COLUMN = 196, 44, 7, 5  # pixels: margins, the height of a layer and the width of a step
-INK, QUIET, LINE, FILL = "#1f2937", "#6b7280", "#e5e7eb", "#0b5c8f"
+INK, QUIET, FILL = "#1f2937", "#6b7280", "#0b5c8f"
 
 
 def what_trained(log: Path, out: Path) -> None:

@@ -42,11 +42,6 @@ class RooflineRow:
         """FLOP/s."""
         return self.flops / self.seconds if self.seconds else 0.0
 
-    @property
-    def moving(self) -> float:
-        """Bytes/s."""
-        return self.moved / self.seconds if self.seconds else 0.0
-
     def bound(self, peaks: Peaks) -> Literal["compute", "memory"]:
         """What the roof over this intensity is made of."""
         return "compute" if self.macs and self.flops >= self.moved * peaks.ridge else "memory"

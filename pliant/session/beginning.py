@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pliant.runtime.batches import map_tensors, tensors
+from pliant.runtime.batches import tensors
 from pliant.session.delta import Undo
 
-BATCHES = 5  # that a first selection compares
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
@@ -51,11 +50,9 @@ def expected(losses: list[float], span: int) -> float:
 
 
 class Beginning:
-    """Losses and batches of a run's first steps, and a copy of what the first selection may spoil."""
+    """Losses of a run's first steps, and a copy of what the first selection may spoil."""
 
     def __init__(self) -> None:
-        self.batches: list[Any] = []
-        self._saved: list[list[torch.Tensor]] = []  # the tensors of batches that a saved run had collected
         self.tries = 0  # selections that were taken back
         self.over = False
         self._losses: list[torch.Tensor | float] = []  # of the head alone
@@ -67,14 +64,6 @@ class Beginning:
         """A step with this batch comes."""
         if not self.over:
             self._met.append(_numbers(batch))
-
-    def waits(self, batch: Any, due: bool, soon: bool, many: int) -> bool:
-        """Whether a selection that is due waits for so many batches. Where it is due, or soon, this one is copied."""
-        if self._saved:
-            self.batches, self._saved = [_rebuilt(batch, saved) for saved in self._saved], []
-        if due or soon:
-            self.batches = [*self.batches, map_tensors(batch, lambda tensor: tensor.detach().clone())][-BATCHES:]
-        return due and len(self.batches) < many
 
     def see(self, loss: torch.Tensor | None) -> None:
         """A step is over."""
@@ -125,16 +114,14 @@ class Beginning:
         self.over, self._losses, self._after, self._undo, self._met = True, [], None, None, []
 
     def state(self) -> dict[str, Any]:
-        """In plain types. Of a batch the tensors are saved; the rest of it is read off the next one."""
+        """In plain types."""
         after = None if self._after is None else _read(self._after)
         undo = None if self._undo is None else self._undo.state()
-        held = [list(tensors(batch)) for batch in self.batches] or self._saved
         judged = {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after, "undo": undo}
-        return {**judged, "met": _lists(self._met), "batches": held}
+        return {**judged, "met": _lists(self._met)}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.batches, self.tries, self.over = [], state["tries"], state["over"]
-        self._saved = [list(saved) for saved in state["batches"]]
+        self.tries, self.over = state["tries"], state["over"]
         self._losses, self._met = list(state["losses"]), list(state["met"])
         self._after = None if state["after"] is None else list(state["after"])
         self._undo = None
@@ -156,12 +143,6 @@ def _numbers(batch: Any) -> torch.Tensor:
 def _lists(met: list[torch.Tensor | list[float]]) -> list[torch.Tensor | list[float]]:
     """As numbers; reading them off a GPU waits for it."""
     return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in met]
-
-
-def _rebuilt(like: Any, saved: list[torch.Tensor]) -> Any:
-    """A batch of these tensors, built like another one."""
-    held = iter(saved)
-    return map_tensors(like, lambda tensor: next(held).to(tensor.device))
 
 
 def _read(losses: list[torch.Tensor | float]) -> list[Any]:

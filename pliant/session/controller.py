@@ -219,12 +219,6 @@ class Controller:
         """Whether what is always chosen trains alone."""
         return self.selection is not None and self.selection.round == 0 and self.warm_up(now) > 0
 
-    def is_due_or_soon(self, now: Progress, steps: int) -> tuple[bool, bool, int]:
-        """Whether values are to be probed now, or within so many steps; and how many batches there can be by then."""
-        due = self.selection is not None and self.pending is None and self._asks(now)
-        first = self.warm_up(now) if self.is_warming(now) else steps
-        return due, self.is_warming(now) and now.step + steps > first, min(steps, first + 1)
-
     def shrink(self, now: Progress, mode: Mode, share: float) -> Selection:
         """A selection of this share of the units in force, those that are worth most, beside what is always chosen."""
         best = sorted(self.selection.units if self.selection is not None else (), key=lambda unit: -self.values.get(unit, 0.0))
@@ -236,9 +230,8 @@ class Controller:
         """Probe with the next batch, whatever the schedule says."""
         self.asks_anyway = True
 
-    def windows(self, now: Progress, mode: Mode, batch: Any) -> list[list[str]] | None:
-        """Parameters that a probe of such a batch may score together within the memory that a step may take; None where
-        nothing is limited.
+    def windows(self, now: Progress, mode: Mode) -> list[list[str]] | None:
+        """Parameters that a probe may score together within the memory that a step may take; None where nothing is limited.
 
         One that alone needs more, or whose units each alone take more MACs than a step may, is in no window: it could not be
         trained either.

@@ -29,7 +29,7 @@ from pliant.runtime.optimizer_step import Update
 from pliant.runtime.ranks import Ranks
 from pliant.runtime.torch_internals import reshard_
 from pliant.runtime.trainable import apply_, check_in_groups, forget_history_, leave_out_unheld
-from pliant.session.beginning import BATCHES, Beginning
+from pliant.session.beginning import Beginning
 from pliant.session.controller import LOOK_EVERY, Controller
 from pliant.session.delta import Undo
 from pliant.session.energy_use import EnergyUse
@@ -313,19 +313,14 @@ class Loop:
             self.note(taken_back[0])
             self.engine.forget()
             self._use(self.controller.shrink(self.progress, self.engine.mode, taken_back[1]), start)
-        wants = self.policy.signal.needs == "batches" and self._probes.on is None and self.budget.memory is None
-        if wants and self.beginning.waits(batch, *self.controller.is_due_or_soon(self.progress, BATCHES)):
-            return
         try:
             selection = self.controller.next(self.progress, self.engine.mode, partial(self._probe, batch))
         except ProbeError as error:
             if self.controller.selection is None:
                 raise
             self.note(f"probe skipped: {error}")
-            self.beginning.batches = []
             return
         if selection is not None:
-            self.beginning.batches = []
             if selection.round > 0 and not self.beginning.over:
                 may = self.undo is not None or self.budget.memory is None
                 may = may and self.policy.head_first > 0 and self.ranks.is_alone
@@ -333,14 +328,11 @@ class Loop:
             self._use(selection, start)
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
-        agree = self.policy.signal.needs == "batches"
-        if agree and self.budget.memory is None:  # norms run as if everything trained
-            self._hold_norms(self.params)
-        elif agree or self.controller.selection is None:  # as if the head alone did: so norms keep nothing
+        if self.controller.selection is None:  # norms run as if the head alone trained: so they keep nothing
             self._hold_norms(set(self.profile.head))
         else:  # as they do now
             self._hold_norms(self.selection.params)
-        return self._probes.values(batch, self.beginning.batches if agree else (), round, self.progress, self.freezes)
+        return self._probes.values(batch, round, self.progress, self.freezes)
 
     def _use(self, selection: Selection, start: Any) -> None:
         """Apply a selection: everything that can fail comes before the first change."""

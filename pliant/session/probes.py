@@ -1,8 +1,7 @@
-"""What units are worth now: the probe of a run, on the batches that it has."""
+"""What units are worth now: the probe of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,15 +31,13 @@ class Probes:
         ranks: Ranks,
         on: Pieces | None,
     ) -> None:
-        """`on` are batches to score on, in place of those of the run."""
+        """`on` are batches to score on, in place of the one of the coming step."""
         self._model, self._loss, self._engine, self._controller = model, loss, engine, controller
-        self._update, self._ranks, self.on = update, ranks, on
+        self._update, self._ranks, self._on = update, ranks, on
 
-    def values(self, batch: Any, collected: Sequence[Any], round: int, progress: Progress, freeze: bool) -> dict[Unit, float]:
-        """The value of every unit on this batch, or on those that were `collected` for it."""
+    def values(self, batch: Any, round: int, progress: Progress, freeze: bool) -> dict[Unit, float]:
+        """The value of every unit on this batch, unless there are others to score `on`."""
         policy, mode, scaler = self._controller.policy, self._engine.mode, self._update.scaler
-        pieces = self.on if self.on is not None else collected or None
-        piece = next(iter(pieces), batch) if pieces is not None else batch
         self._engine.make_room()
         values = signals.probe(
             policy.signal,
@@ -52,9 +49,9 @@ class Probes:
             scale=scaler.get_scale() if scaler is not None else 1.0,
             seed=policy.seed,
             round=round,
-            windows=self._controller.windows(progress, mode, piece),
+            windows=self._controller.windows(progress, mode),
             around=partial(around_forward, mode),
-            pieces=pieces,
+            pieces=self._on,
             freeze=freeze,
             ranks=self._ranks,
         )

@@ -21,7 +21,7 @@ from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/12"
+FORMAT = "pliant.session/13"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
@@ -79,7 +79,6 @@ _STATE = {
         "after": Either(None, [NUMBER]),
         "undo": _UNDO,
         "met": [[NUMBER]],
-        "batches": [[torch.Tensor]],
     },
     "not_captured": Either(None, str),
     "frozen": [str],
@@ -142,6 +141,11 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
 def check(loop: Loop, state: Mapping[str, Any]) -> None:
     """Refuse a state that is damaged, or of another format, recipe or model, before anything is changed."""
     found = state.get("format") if isinstance(state, Mapping) else None
+    if isinstance(found, str) and found != FORMAT and found.startswith("pliant.session/"):
+        raise ValueError(
+            f"this state was saved by another version of Pliant: format is {found!r}, expected {FORMAT!r}. Finish the run "
+            f"with the version that began it, or begin it again."
+        )
     if found != FORMAT:
         raise ValueError(f"not the state of a Pliant session: format is {found!r}, expected {FORMAT!r}.")
     schema.check(_STATE, state, "state")

@@ -24,7 +24,6 @@ class StepResult:
 
     loss: torch.Tensor | None  # None: the caller took the step
     seconds: Callable[[], float]  # reads the clock, and waits for the device if it must
-    counts: bool  # whether its time says what such steps take
     bytes: int | None  # its peak, where that was measured
 
 
@@ -123,7 +122,7 @@ class Stepper:
         peak, self._peak = self._peak, None
         fills = loss is not None and self._engine.fills  # filling a cache is paid once
         counts = peak is None and not fills and (loss is not None or self.is_whole)
-        return StepResult(loss, self._laps.end(counts), counts, peak.bytes if peak is not None else None)
+        return StepResult(loss, self._laps.end(counts), peak.bytes if peak is not None else None)
 
     def drop(self) -> None:
         """The step under way does not count."""

@@ -4,7 +4,6 @@ from pliant.signals.probe import probe, watch
 from pliant.signals.signals import (
     Seen,
     Signal,
-    agreement,
     alignment,
     fisher,
     grad_norm,
@@ -17,7 +16,6 @@ from pliant.signals.signals import (
 __all__ = [
     "Seen",
     "Signal",
-    "agreement",
     "alignment",
     "fisher",
     "grad_norm",

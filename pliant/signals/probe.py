@@ -35,8 +35,6 @@ _Update = Callable[[str, torch.Tensor], torch.Tensor]
 
 _PIECE = {"cpu": 1 << 16}  # elements of a parameter whose updates are computed at a time
 
-_SURE = 2  # standard errors by which an agreement must be more than noise
-
 
 def probe(
     signal: Signal,
@@ -58,8 +56,7 @@ def probe(
     """The value of every unit on one batch. Leaves no trace.
 
     With `pieces`, the batch comes in pieces, one after the other, so that a set of any size is scored in the memory of one
-    piece. The Fisher potential is that of the whole set; `agreement` compares the pieces with each other, which takes one more
-    copy of the gradients; other signals are averaged over the pieces.
+    piece. The Fisher potential is that of the whole set; other signals are averaged over the pieces.
 
     Gradients stream: each is scored and freed as it appears. With `windows`, parameters are scored window by window, each in
     passes of its own, which keep no more than those need; a parameter in no window is worth nothing. Forward passes run inside
@@ -100,9 +97,6 @@ def probe(
                 for name, potential in potentials(model, names, chosen, parts, scale, stream.run).items():
                     tally.add(replace(blank[name], potential=ranks.average_(potential)))
                 continue
-            if signal.needs == "batches" and len(parts) > 1:
-                _compare(stream, parts, blank, tally)
-                continue
             for part in parts:
                 stream.run(part, lambda name, grad: tally.add(_scored(blank[name], grad, update), 1 / len(parts)))
     values = tally.values()
@@ -130,21 +124,6 @@ def watch(params: Mapping[str, torch.Tensor], units: Sequence[Unit]) -> dict[str
     return {unit.name: sum(square.get(name, 0.0) for name in unit.params) for unit in units}
 
 
-def _compare(stream: _Stream, parts: Pieces, blank: Mapping[str, Seen], tally: _Tally) -> None:
-    """Score each piece but the first against the mean gradient of the pieces before it."""
-    sums: dict[str, torch.Tensor] = {}
-    for turn, part in enumerate(parts):
-
-        def take(name: str, grad: torch.Tensor, turn: int = turn) -> None:
-            if name not in sums:
-                sums[name] = grad.clone()
-                return
-            tally.add(replace(blank[name], grad=grad, others=sums[name] / turn), turn=turn)
-            sums[name] += grad
-
-        stream.run(part, take)
-
-
 class _Tally:
     """Adds up worths by unit, on the device, until they are asked for."""
 
@@ -156,51 +135,27 @@ class _Tally:
             for part in unit.parts:
                 self._parts.setdefault(part.param, []).append((i, part))
         self._found: list[tuple[int, torch.Tensor]] = []
-        self._turns: list[int] = []  # of each that was found
-        self._sizes: list[tuple[int, torch.Tensor]] = []  # squared weights, where there are turns
 
-    def add(self, seen: Seen, weight: float = 1.0, turn: int = 0) -> None:
-        """Add what a parameter is worth. With turns (from 1), each is an estimate of the same."""
+    def add(self, seen: Seen, weight: float = 1.0) -> None:
+        """Add what a parameter is worth."""
         with torch.no_grad():
             worth = self._signal.worth(seen)
             for i, part in self._parts.get(seen.name, ()):
                 self._found.append((i, _of_part(worth, part, seen.weight.shape).double() * weight))
-                self._turns.append(turn)
-                if turn == 1:
-                    square = _of_part(seen.weight.abs().float().square(), part, seen.weight.shape)
-                    self._sizes.append((i, square.double().to(self._found[0][1].device)))
 
     def values(self) -> dict[Unit, float]:
         """The value of every unit, the same in all processes."""
         device = self._found[0][1].device if self._found else None
         amounts = torch.stack([amount.to(device) for _, amount in self._found]).tolist() if self._found else []
-        if self._sizes:
-            totals = self._agreed(amounts)
-        else:
-            totals = [0.0] * len(self._units)
-            for (i, _), amount in zip(self._found, amounts, strict=True):
-                totals[i] += amount
+        totals = [0.0] * len(self._units)
+        for (i, _), amount in zip(self._found, amounts, strict=True):
+            totals[i] += amount
         self.is_spoilt = bool(amounts) and not any(map(math.isfinite, amounts))
         if not self._ranks.is_alone:
             names = [unit.name for unit in self._units]
             totals = list(self._ranks.total(dict(zip(names, totals, strict=True))).values())
             self.is_spoilt = bool(self._found) and not any(map(math.isfinite, totals))
         return dict(zip(self._units, (t if math.isfinite(t) else math.nan for t in totals), strict=True))
-
-    def _agreed(self, amounts: Sequence[float]) -> list[float]:
-        """What is sure of several estimates, relative to the unit's weights. Turn k compares with the mean of k batches, so its
-        variance is a k-th of the first one's: weighted by k, the mean is that over all pairs of batches."""
-        turns = np.zeros((max(self._turns), len(self._units)))
-        for (i, _), turn, amount in zip(self._found, self._turns, amounts, strict=True):
-            turns[turn - 1, i] += amount
-        weights = np.arange(1, len(turns) + 1)[:, None]
-        mean = (weights * turns).sum(axis=0) / weights.sum()
-        if len(turns) > 1:
-            mean -= _SURE * np.sqrt((weights * (turns - mean) ** 2).sum(axis=0) / (len(turns) - 1) / weights.sum())
-        sizes = np.zeros(len(self._units))
-        for i, size in self._sizes:
-            sizes[i] += float(size)
-        return list((mean / np.maximum(sizes, 1e-30)).tolist())
 
 
 def _of_part(worth: torch.Tensor, part: Part, shape: Sequence[int]) -> torch.Tensor:

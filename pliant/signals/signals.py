@@ -13,9 +13,8 @@ import torch
 class Seen:
     """What a probe saw of one parameter.
 
-    `grad` is its gradient, `update()` the change that the user's optimizer would make from a fresh state. `others` is the mean
-    gradient of other batches. `potential` is the Fisher potential per output channel. `depth` counts from the loss (0);
-    `chance` is random in [0, 1), new each round.
+    `grad` is its gradient, `update()` the change that the user's optimizer would make from a fresh state. `potential` is
+    the Fisher potential per output channel. `depth` counts from the loss (0); `chance` is random in [0, 1), new each round.
     """
 
     name: str
@@ -25,20 +24,18 @@ class Seen:
     grad: torch.Tensor | None = None
     update: Callable[[], torch.Tensor] | None = None
     potential: torch.Tensor | None = None
-    others: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Signal:
     """`worth(seen)` gives the worth of a parameter's elements: its shape, or one number per index of its first dimension.
 
-    `needs` says what must run: nothing, a backward pass, one that also reads activations, or one for each of several batches,
-    whose gradients are compared.
+    `needs` says what must run: nothing, a backward pass, or one that also reads activations.
     """
 
     name: str
     worth: Callable[[Seen], torch.Tensor]
-    needs: Literal["nothing", "gradient", "activation", "batches"] = "gradient"
+    needs: Literal["nothing", "gradient", "activation"] = "gradient"
 
 
 def update_gain() -> Signal:
@@ -52,21 +49,6 @@ def update_gain() -> Signal:
         return -(_grad(seen).conj() * _update(seen)).real
 
     return Signal("update_gain", worth)
-
-
-def agreement() -> Signal:
-    """What batches agree on: (Σ g·g' less two standard errors) / Σ w², g: the gradient of one batch, g': that of another.
-
-    That is the first-order drop of the loss on batches that a gradient step has not seen. Where a unit's gradients are noise,
-    or fit single samples, it is zero or less: to train that unit helps no other data. Relative to the weights, as in
-    "Surgical fine-tuning", arXiv 2210.11466. With a single batch nothing can be compared, and it is Σ g².
-    """
-
-    def worth(seen: Seen) -> torch.Tensor:
-        grad = _grad(seen)
-        return (grad.conj() * (grad if seen.others is None else _single(seen.others))).real
-
-    return Signal("agreement", worth, needs="batches")
 
 
 def fisher() -> Signal:

@@ -254,10 +254,7 @@ def saved_dataset(path: str | os.PathLike[str], input_column: str | None = None,
     known = {name: part for name, part in parts.items() if name.lower() in SPLIT_FOLDERS}
     if not known:
         raise DataError(f"{where!r} has the splits {_listed(list(parts))}. Name them train, validation and test.")
-    some = [
-        _one_split(datasets, part, where, SPLIT_FOLDERS[name.lower()], input_column, label_column)
-        for name, part in known.items()
-    ]
+    some = [_one_split(part, where, SPLIT_FOLDERS[name.lower()], input_column, label_column) for name, part in known.items()]
     first = some[0]
     return replace(
         first,
@@ -268,7 +265,7 @@ def saved_dataset(path: str | os.PathLike[str], input_column: str | None = None,
     )
 
 
-def _one_split(datasets: Any, part: Any, where: str, split: int, input_column: str | None, label_column: str | None) -> Samples:
+def _one_split(part: Any, where: str, split: int, input_column: str | None, label_column: str | None) -> Samples:
     header = list(part.column_names)
     label = header[_label_column(header, label_column, where)]
     column = header[_input_column(header, input_column, {header.index(label)}, where)]

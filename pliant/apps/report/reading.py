@@ -130,14 +130,6 @@ def named(runs: Iterable[Run]) -> list[Run]:
     return out
 
 
-def parse(lines: Iterable[Any], name: str, where: str = "the log") -> Run:
-    """The run that these lines describe; the last one if there are several."""
-    collected = Lines(where)
-    for line in lines:
-        collected.see(line)
-    return collected.run(name)
-
-
 class Lines:
     """Collects the lines of a log and gives the run that they describe so far.
 

@@ -29,7 +29,6 @@ def check(
     loss: Loss,
     batch: Any,
     trained: Sequence[Trained],
-    tolerance: float = TOLERANCE,
 ) -> float:
     """The largest relative difference of a gradient from PyTorch's. One above the tolerance is an error that names operators.
 
@@ -48,8 +47,8 @@ def check(
     for turn, given in enumerate((batch, map_tensors(batch, _turned), batch, *_others(batch))):
         if turn >= _AT_LEAST and len(equal) == len(trained):
             break
-        off = _differences(runner, model, loss, given, trained, sought, tolerance)
-        differs = {name: share for name, share in off.items() if not share <= tolerance}
+        off = _differences(runner, model, loss, given, trained, sought)
+        differs = {name: share for name, share in off.items() if not share <= TOLERANCE}
         jumps = _jumps(model, loss, given, trained, sought) if differs else {}
         wrong = [name for name, share in differs.items() if not share <= 2 * jumps[name]]
         if wrong:
@@ -75,7 +74,6 @@ def _differences(
     batch: Any,
     trained: Sequence[Trained],
     sought: Sequence[Trained],
-    tolerance: float,
 ) -> dict[str, float]:
     """Of each gradient of a batch, relative to its largest value. Loss and predictions have to be equal."""
     want_loss, found = eager(model, loss, batch, sought)
@@ -83,16 +81,16 @@ def _differences(
     with sandbox(model), torch.no_grad():
         predictions = step(*step.inputs)[1:]
     outputs, grads, _ = runner.run(step.inputs)
-    if not torch.allclose(outputs[0], want_loss, rtol=tolerance, atol=tolerance):
+    if not torch.allclose(outputs[0], want_loss, rtol=TOLERANCE, atol=TOLERANCE):
         raise ExportError(
             f"the program computes a loss of {float(outputs[0]):.6g}, PyTorch {float(want_loss):.6g}. A program draws no "
             f"random numbers and keeps nothing from batch to batch: neither may the model or the loss."
         )
     for got, want in zip(outputs[1:], predictions, strict=True):
-        if not torch.allclose(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max())):
+        if not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE * float(want.abs().max())):
             raise ExportError("the program predicts something else than PyTorch, though its loss is the same.")
     wanted = {one.name: found[theirs.name] for one, theirs in zip(trained, sought, strict=True)}
-    least = _SMALL / tolerance * max(float(grad.abs().max()) for grad in wanted.values())
+    least = _SMALL / TOLERANCE * max(float(grad.abs().max()) for grad in wanted.values())
     return {name: _relative(grads[name], grad, least) for name, grad in wanted.items()}
 
 

@@ -34,7 +34,6 @@ class Runner:
                 else portable_lib._load_for_executorch(os.fspath(program))
             )
         self._module: Any = loaded
-        self._trained = tuple(trained)
         self._make_sgd: Any = get_sgd_optimizer
         self._sgd: Any = None
         self._weights: dict[str, torch.Tensor] = {}

@@ -153,7 +153,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
         task, probes = replace(task, choose="last"), False
     steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
     pace = Pace(task.seconds if task.seconds is not None else float("inf"), lambda units: profile.cost(units).seconds)
-    policy = _policy(local, task, profile, each, pace)
+    policy = _policy(task, profile, each, pace)
     losses: list[torch.Tensor] = []
     planned, chosen = 0.0, set[str]()
     with Session(
@@ -217,7 +217,7 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
     return steps, max(left / steps, floor)
 
 
-def _policy(local: Local, task: Task, profile: Profile, each: float | None, pace: Pace) -> Policy:
+def _policy(task: Task, profile: Profile, each: float | None, pace: Pace) -> Policy:
     """The task as five words and a budget."""
     params = task.params or ("*",)
     head = tuple(name for name in profile.head if task.params and name not in task.params)
