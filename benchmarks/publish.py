@@ -243,8 +243,8 @@ Weights are random, inputs are small, and everything runs on a CPU. A row passes
 | quiet | no warning that plain training does not give too |
 | `elastic_trainer`, `lisa`, … | six steps of this recipe, on eleven of the models |
 
-If 0.5 is below the [floor](glossary.md) of a model, one step runs with the floor as its budget. The others run halfway between the
-floor and a full step.
+If 0.5 is below the [floor](glossary.md) of a model, one step runs with the floor as its budget. The others run halfway between
+the floor and a full step.
 
     pip install 'pliant[zoo]' timm torchvision segmentation_models_pytorch
     python benchmarks/foreign.py      # one model: --only transformers/gpt2

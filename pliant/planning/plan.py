@@ -42,7 +42,7 @@ def plan(
     progress = progress if progress is not None else Progress()
     units = tuple(values)
     if not units:
-        raise ValueError("there is nothing to choose from: no parameter of the model can be trained.")
+        raise ValueError("there is nothing to choose from: `values` has no unit. Check requires_grad flags and the optimizer.")
     names = tuple(unit.name for unit in units)
     worth = np.array([values[unit] for unit in units], float)
     worth[~np.isfinite(worth)] = 0.0
@@ -50,7 +50,7 @@ def plan(
     full = profile.full
     asked = policy.budget.limits(full, progress)
     if "bytes" in asked and not full.bytes and not any(charge.cost.bytes for charge in profile.charges):
-        raise BudgetError("memory= cannot be kept: this profile holds no bytes; measure with another `cost`.")
+        raise BudgetError("memory= cannot be kept: this profile holds no bytes. Measure with another `cost`.")
     base = profile.metered(profile.base)
     table, limit = without_free_charges(profile.table(units)), dict(asked)
     done = progress.fraction if progress.total_steps is not None else None
