@@ -184,7 +184,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that the user left trainable: the only ones that can be chosen. There must be one."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not params:
-        raise ValueError("the model has no parameter with requires_grad=True. Unfreeze what may train: requires_grad_(True).")
+        raise ValueError("no trainable parameter: none has requires_grad=True. Unfreeze what may train: requires_grad_(True).")
     return params
 
 
