@@ -30,7 +30,7 @@ def only_model(model: nn.Module) -> torch.Tensor:
         (F.cross_entropy, r"loss=cross_entropy takes outputs and labels"),
         (only_model, r"loss=only_model\(model.*\) .*cannot be called as loss\(model, batch\): too many positional arguments"),
         (lambda model, batch, more: batch, r"cannot be called as loss\(model, batch\): missing a required argument: 'more'"),
-        (None, r"loss=None is no function of model and batch: write one, like def loss\(model, batch\)"),
+        (None, r"loss=None is not a function of model and batch: write one, like def loss\(model, batch\)"),
     ],
 )
 def test_a_wrong_loss_is_refused_with_a_right_one(wrong: Any, said: str) -> None:
@@ -41,13 +41,13 @@ def test_a_wrong_loss_is_refused_with_a_right_one(wrong: Any, said: str) -> None
 def test_swapped_arguments_are_named() -> None:
     model, optimizer = given()
     order = r"The order is Session\(model, optimizer, loss, policy\)"
-    with pytest.raises(TypeError, match=rf"model=SGD\(…\) is no torch\.nn\.Module: .* {order}"):
+    with pytest.raises(TypeError, match=rf"model=SGD\(…\) is not a torch\.nn\.Module: .* {order}"):
         Session(optimizer, model, loss, recipes.full())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=rf"optimizer=<function loss .* is no torch\.optim\.Optimizer: .* {order}"):
+    with pytest.raises(TypeError, match=rf"optimizer=<function loss .* is not a torch\.optim\.Optimizer: .* {order}"):
         Session(model, loss, optimizer, recipes.full())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=rf"loss=Policy.* is no function of model and batch: .* {order}"):
+    with pytest.raises(TypeError, match=rf"loss=Policy.* is not a function of model and batch: .* {order}"):
         Session(model, optimizer, recipes.full(), loss)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"policy='pliant' is no Policy: give a recipe's result"):
+    with pytest.raises(TypeError, match=r"policy='pliant' is not a Policy: give what a recipe returns"):
         Session(model, optimizer, loss, "pliant")  # type: ignore[arg-type]
 
 

@@ -205,7 +205,7 @@ def test_files_that_describe_no_program_are_refused(text: str, tmp_path: Path) -
     with pytest.raises(ExportError, match="holds no exported program"):
         Facts.read(tmp_path / "nowhere")
     (tmp_path / "d").write_text(text)
-    with pytest.raises(ExportError, match="is no delta"):
+    with pytest.raises(ExportError, match="is not a delta"):
         apply_delta_(Net(), tmp_path / "d")
 
 

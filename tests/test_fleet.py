@@ -126,7 +126,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
     ("tensors", "weight", "reason"),
     [
         ({"w": torch.zeros(3)}, 1, "'w' has shape (3,), not (2,)"),
-        ({"v": torch.zeros(2)}, 1, "'v' is no tensor of the model"),
+        ({"v": torch.zeros(2)}, 1, "'v' is not a tensor of the model"),
         ({"w": torch.tensor([float("nan"), 0.0])}, 1, "'w' holds numbers that are not finite"),
         ({"w": torch.tensor([float("inf"), 0.0])}, 1, "'w' holds numbers that are not finite"),
         ({"w": torch.tensor([1e6, 0.0])}, 1, "it moves by 1e+06, more than 10 times the norm of the model (3.77)"),
@@ -229,7 +229,7 @@ def test_messages_survive_the_way_and_strange_ones_are_refused() -> None:
     assert from_json(Task, to_json(task)) == task and from_json(Ability, to_json(able())) == able()
     with pytest.raises(ValueError, match="unknown \\['code'\\]"):
         from_json(Task, '{"steps": 1, "code": "x"}')
-    with pytest.raises(ValueError, match="this is no Task"):
+    with pytest.raises(ValueError, match="this is not a Task"):
         from_json(Task, "{}")
 
 

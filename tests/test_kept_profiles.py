@@ -199,9 +199,9 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an older format": (edited(lambda data: data.update(format="pliant.profile/1")), "format is"),
     "another key": (edited(lambda data: data["origin"].update(key="0")), "other conditions"),
     "another shape": (edited(lambda data: data["shapes"].update({"0.weight": [1]})), "another model"),
-    "no number": (edited(lambda data: data["base"].update(seconds=float("nan"))), "no numbers"),
-    "less than nothing": (edited(lambda data: data["base"].update(seconds=-1.0)), "no numbers"),
-    "no seconds that it took": (edited(lambda data: data["origin"].pop("took")), "no numbers"),
+    "no number": (edited(lambda data: data["base"].update(seconds=float("nan"))), "not numbers of 0 or more"),
+    "less than nothing": (edited(lambda data: data["base"].update(seconds=-1.0)), "not numbers of 0 or more"),
+    "no seconds that it took": (edited(lambda data: data["origin"].pop("took")), "not numbers of 0 or more"),
 }
 
 

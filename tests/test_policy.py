@@ -196,7 +196,7 @@ def test_an_infeasible_budget_names_the_floor_and_what_makes_it() -> None:
 def test_the_floor_counts_what_is_always_chosen() -> None:
     message = refusal(policy(budget=Budget(memory=0.5), always=("u0", "u2")), FOUR, VALUES)
     assert "is below the floor of 0.650 (" in message
-    assert "what is always chosen (u0, u2) adds 0.300" in message
+    assert "what is always chosen ('u0', 'u2') adds 0.300" in message
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -138,7 +138,7 @@ def test_freeze_out_counts_no_layer_that_never_runs() -> None:
 
 def test_freeze_out_without_the_length_of_the_run_says_so_and_changes_nothing() -> None:
     session, _ = opened(recipes.freeze_out(), chain)
-    with session, pytest.raises(ValueError, match="give Session total_steps=…, or use fit"):
+    with session, pytest.raises(ValueError, match=r"give Session\(total_steps=…\), or use fit"):
         session.step(batch_no(0))
     assert all(param.requires_grad for param in session.model.parameters())
 

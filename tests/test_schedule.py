@@ -47,7 +47,7 @@ def test_every_share_of_the_run() -> None:
     assert due_steps(every(share=0.25), 40, total_steps=40) == [10, 20, 30]
     assert due_steps(every(share=0.01), 4, total_steps=40) == [1, 2, 3], "never more than once per step"
     assert not every(share=0.25).needs_epochs
-    with pytest.raises(ValueError, match=r"every\(share=0\.25\) needs the length of the run: give Session total_steps=…"):
+    with pytest.raises(ValueError, match=r"every\(share=0\.25\) needs the length of the run: give Session\(total_steps=…\)"):
         every(share=0.25).due(Progress(step=2), Progress(step=0), None)
 
 

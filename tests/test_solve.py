@@ -299,7 +299,7 @@ def test_milp_keeps_two_budgets_at_once() -> None:
 
 
 def test_knapsack_refuses_two_budgets() -> None:
-    with pytest.raises(ValueError, match=r"knapsack\(\) keeps one budget at a time; use milp\(\)"):
+    with pytest.raises(ValueError, match=r"knapsack\(\) keeps one limit only, .*: use solve\.milp\(\)"):
         knapsack()(problem([1], [[1]], [[1], [1]], [0, 0]))
 
 
@@ -401,7 +401,7 @@ def test_knapsack_takes_several_moments_of_one_resource_but_not_two_resources() 
     assert moments.is_single and names(moments, knapsack()(moments)) == ""
     mixed = replace(moments, resource=("seconds", "bytes"))
     assert not mixed.is_single
-    with pytest.raises(ValueError, match=r"knapsack\(\) keeps one budget at a time; use milp\(\)"):
+    with pytest.raises(ValueError, match=r"knapsack\(\) keeps one limit only, .*: use solve\.milp\(\)"):
         knapsack()(mixed)
 
 
@@ -542,7 +542,7 @@ def test_freeze_lets_units_go_from_the_input_on() -> None:
 
 def test_freeze_keeps_to_a_budget_and_asks_for_the_length_of_the_run() -> None:
     assert names(plain(5), freeze()(replace(plain(5), done=0.0))) == "acd"
-    with pytest.raises(ValueError, match=r"needs the length of the run: give Session total_steps=…"):
+    with pytest.raises(ValueError, match=r"needs the length of the run: give Session\(total_steps=…\)"):
         freeze()(plain(5))
 
 

@@ -404,5 +404,5 @@ def test_a_weight_that_is_used_otherwise_too_has_no_channels() -> None:
 def test_channels_refuse_what_makes_no_sense() -> None:
     with pytest.raises(ValueError, match="axis='both': choose 'out' or 'in'"):
         units.channels("both")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="group=0: at least one channel"):
+    with pytest.raises(ValueError, match="group=0: a unit needs at least one channel"):
         units.channels(group=0)

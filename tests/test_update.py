@@ -113,7 +113,7 @@ def test_without_a_scaler_there_is_none_apart() -> None:
 
 @pytest.mark.parametrize("accumulate", [0, -1])
 def test_a_step_of_no_batch_is_refused(accumulate: int) -> None:
-    with pytest.raises(ValueError, match=f"accumulate={accumulate}: at least one"):
+    with pytest.raises(ValueError, match=f"accumulate={accumulate}: batches per optimizer step must be at least 1"):
         Update(accumulate=accumulate)
 
 

@@ -37,7 +37,7 @@ class TrainedError(PliantError, ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A model in evaluation mode, what it sees of a file or a text, and its classes. `about` is what its file says of it."""
+    """A model in evaluation mode, with its preprocessing (`inputs`) and its classes. `about` are the metadata of its file."""
 
     model: nn.Module
     inputs: Inputs
@@ -63,8 +63,8 @@ def load(
 ) -> Trained:
     """A trained model from the folder of a run or from one of its weight files, with its preprocessing.
 
-    `weights` is "best" or "last", where `run` is a folder. A model that a factory made must be given: as
-    "package.module:factory", or as the module itself, which then gets the weights. No file chooses the code that runs.
+    `weights` is "best" or "last", if `run` is a folder. If your own function made the model, give it as `model`: by name
+    ("package.module:factory"), or as the module itself, which then gets the weights. No file chooses the code that runs.
 
         trained = pliant.load("runs/photos")
         batch = trained.inputs(["new/a.jpg", "new/b.jpg"])

@@ -128,7 +128,7 @@ def naming(option: str) -> Iterator[None]:
 
 def check_exists(option: str, path: str | Path) -> None:
     if not Path(path).exists():
-        raise UsageError(f"{option}: {os.fspath(path)!r} is not there.")
+        raise UsageError(f"{option}: {os.fspath(path)!r} is not there. Check the path.")
 
 
 def check_data(option: str, source: str) -> None:

@@ -97,7 +97,7 @@ def _print(console: Console, found: Comparison, device: str) -> None:
     )
     if not any(line.joules for line in found.lines):
         where = "cuda" if device.startswith("cuda") else "cpu"
-        console.print(f"energy: {energy.missing(where)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"energy: not measured. {energy.missing(where)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def table(found: Comparison) -> Table:

@@ -1,1 +1,1 @@
-"""The nouns and the errors. No torch."""
+"""The data types and the errors. No torch."""

@@ -14,10 +14,10 @@ from pliant.core.types import Cost
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps and selections so far, and its length where that is known.
+    """How far a run has come: optimizer steps and selections so far, and its length if known.
 
-    `elapsed` is the time since the session began, everything included; `aside` the mean time between two steps (loading,
-    evaluating). Both are seconds of wall time.
+    `elapsed` is the time since the session began. `aside` is the mean time between two steps, for loading and evaluating. Both
+    are seconds of wall time.
     """
 
     step: int = 0
@@ -30,14 +30,14 @@ class Progress:
     @property
     def epoch(self) -> float:
         if self.steps_per_epoch is None:
-            raise ValueError("epochs are asked for but unknown: give Session steps_per_epoch=len(loader), or use fit().")
+            raise ValueError("the length of an epoch is unknown: give Session(steps_per_epoch=len(loader)), or use fit().")
         return self.step / self.steps_per_epoch
 
     @property
     def fraction(self) -> float:
         """The share of the run that is done, 0 to 1."""
         if self.total_steps is None:
-            raise ValueError("the length of the run is asked for but unknown: give Session total_steps=…, or use fit().")
+            raise ValueError("the length of the run is unknown: give Session(total_steps=…), or use fit().")
         return min(self.step / max(self.total_steps, 1), 1.0)
 
 
@@ -71,14 +71,17 @@ def _parsed(kind: str, given: Amount) -> float | Absolute:
         if not found or (unit is None and found[2] != "%"):
             raise ValueError(f"{kind}={given!r} is not an amount: write a share like 0.4 or 40%, or a number with {where}.")
         if float(found[1]) <= 0:
-            raise ValueError(f"{kind}={given!r} must be more than 0.")
+            raise ValueError(f"{kind}={given!r} is not more than 0: write a share like 0.4, or a number with {where}.")
         if unit is not None:
             return Absolute(float(found[1]) * unit)
         if float(found[1]) > 100:
             raise ValueError(f"{kind}={given!r} is more than a full step: write at most 100%.")
         return float(found[1]) / 100
     if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < given <= 1:
-        raise ValueError(f"{kind}={given!r} is neither a share in (0, 1] of a full step nor a number with {where}.")
+        raise ValueError(
+            f"{kind}={given!r} is neither a share of a full step (more than 0, at most 1) nor a string with a number and "
+            f"{where}."
+        )
     return float(given)
 
 
@@ -91,7 +94,7 @@ def _unit(kind: str, name: str) -> float | None:
 
 
 def within(whole_run: str) -> Callable[[Progress], Absolute]:
-    """A time limit for a whole run: what is left of it is spread over the steps that are left. Needs `total_steps` or `fit`.
+    """A time limit for a whole run: the remaining time is spread over the remaining steps. Needs `total_steps` or `fit`.
 
     >>> ten_minutes = within("10min")
     >>> ten_minutes(Progress(step=100, total_steps=400, elapsed=300.0, aside=0.25))
@@ -103,7 +106,7 @@ def within(whole_run: str) -> Callable[[Progress], Absolute]:
 
     def limit(progress: Progress) -> Absolute:
         if progress.total_steps is None:
-            raise ValueError(f"within({whole_run!r}) needs the length of the run: give Session total_steps=…, or use fit().")
+            raise ValueError(f"within({whole_run!r}) needs the length of the run: give Session(total_steps=…), or use fit().")
         left = max(progress.total_steps - progress.step, 1)
         return Absolute(max((whole.amount - progress.elapsed) / left - progress.aside, 1e-9))
 
@@ -112,7 +115,7 @@ def within(whole_run: str) -> Callable[[Progress], Absolute]:
 
 @dataclass(frozen=True)
 class Budget:
-    """What one step may cost. A share of a plain full step (0 < x ≤ 1), an amount with its unit, or a function of progress.
+    """What one step may cost. Each limit is a share of a plain full step (0 < x ≤ 1), an amount, or a function of progress.
 
     >>> Budget(time="40%", memory="64 mb").limits(Cost(seconds=2.0, bytes=10**9))
     {'seconds': 0.8, 'bytes': 64000000.0}
@@ -146,13 +149,13 @@ class Budget:
             total, amount = getattr(full, name), _parsed(kind, given)
             if not total and name == "bytes" and not isinstance(amount, Absolute):
                 raise BudgetError(
-                    f"memory={given!r} is a share of 0: a full step takes no memory here beyond that of inference. Leave "
+                    f"memory={given!r} is a share of 0: a full step takes no more memory than inference here. Leave "
                     f"memory= out, or give an amount, like memory='64MB'."
                 )
             if not total and name != "bytes":
                 raise BudgetError(
-                    f"{kind}={given!r} cannot be kept: this profile holds no {name}; measure with another `cost`, or open "
-                    f"the session with this limit."
+                    f"{kind}={given!r} cannot be kept: this profile holds no {name}. Measure with another `cost`, or open the "
+                    f"session with this limit."
                 )
             out[name] = amount.amount if isinstance(amount, Absolute) else amount * total
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PliantError(Exception):
-    """Whatever Pliant refuses to do."""
+    """The base of Pliant's own errors."""
 
 
 class BudgetError(PliantError, ValueError):
@@ -12,8 +12,8 @@ class BudgetError(PliantError, ValueError):
 
 
 class ProfileMismatch(PliantError, ValueError):
-    """A profile that was taken under other conditions than those of now."""
+    """A profile that was measured under other conditions: another model, batch shape or device."""
 
 
 class ProbeError(PliantError, RuntimeError):
-    """A probe batch from which nothing can be learned."""
+    """A batch on which units cannot be scored, for example because its loss is not finite."""

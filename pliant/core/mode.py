@@ -1,4 +1,4 @@
-"""How steps run: which parts of the engine work together."""
+"""`Mode`: which mechanisms of the engine run a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mode:
-    """Which parts of the engine work together on a step; with none of them, plain autograd runs it.
+    """Which mechanisms of the engine run a step; with none of them, plain autograd runs it.
 
     >>> str(Mode(prefix=True, graphs=True)), str(Mode(prefix=True, cached=True)), str(Mode())
     ('prefix+graphs', 'prefix, cache', 'plain')

@@ -12,8 +12,8 @@ from pliant.core.budget import Progress
 class Schedule:
     """`due(now, last, drift)` says whether to choose again.
 
-    `now` and `last` are the progress now and at the last selection. `drift` is how far the chosen units' values have turned
-    since then (0: not at all, 1: nothing in common; None: not known yet); it is measured only where `watches` is set.
+    `now` and `last` are the progress now and at the last selection. `drift` is how much the chosen units' values have changed
+    since then: 1 − cos of the two vectors (None: not known yet). It is measured only if `watches` is set.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Schedule:
 
 
 def once() -> Schedule:
-    """Choose before the first step and never again."""
+    """Choose once, at the beginning, and never again."""
     return Schedule("once", lambda now, last, drift: False)
 
 
@@ -41,33 +41,33 @@ def every(steps: int | None = None, epochs: float | None = None, share: float | 
     if not interval > 0:
         raise ValueError(f"every({steps=}, {epochs=}, {share=}): the interval must be more than 0.")
     if share is not None and share > 1:
-        raise ValueError(f"every({share=}): a share of the run, at most 1.")
+        raise ValueError(f"every({share=}) is more than the whole run: use a share of at most 1, or steps=….")
     if steps is not None:
         return Schedule(f"every {interval} steps", lambda now, last, drift: now.step - last.step >= interval)
 
     def due(now: Progress, last: Progress, drift: float | None) -> bool:
         length = now.steps_per_epoch if share is None else now.total_steps
         if length is None:
-            needs = f"every({epochs=}) needs the length of an epoch: give Session steps_per_epoch"
+            needs = f"every({epochs=}) needs the length of an epoch: give Session(steps_per_epoch"
             if share is not None:
-                needs = f"every({share=}) needs the length of the run: give Session total_steps"
-            raise ValueError(f"{needs}=…, or use fit().")
+                needs = f"every({share=}) needs the length of the run: give Session(total_steps"
+            raise ValueError(f"{needs}=…), or use fit().")
         return now.step - last.step >= max(round(interval * length), 1)
 
     return Schedule(f"every {interval} {'epochs' if share is None else 'of the run'}", due, needs_epochs=share is None)
 
 
 def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = None) -> Schedule:
-    """Choose again when the value vector of the chosen units has turned away from the one last used.
+    """Choose again when the values of the chosen units have changed by more than `threshold`.
 
-    Drift is 1 − cos of the two vectors; it is read off gradients that training computes anyway. Never sooner than `at_least`
-    steps after the last selection; with `at_most`, never later than that. In a run of known length, nothing is chosen in the
-    last `at_least` steps: a new choice would not pay for itself.
+    The change is 1 − cos of the vectors of values then and now, from gradients that training computes anyway. Units are chosen
+    no sooner than `at_least` steps after the last selection, and no later than `at_most`. In the last `at_least` steps of a run
+    of known length, nothing is chosen: it would not pay.
     """
     if not 0 < threshold <= 2:
         raise ValueError(f"on_drift(threshold={threshold}): drift is 1 − cos, so the threshold must be in (0, 2].")
     if at_most is not None and at_most < at_least:
-        raise ValueError(f"on_drift({at_least=}, {at_most=}): at_most is less than at_least.")
+        raise ValueError(f"on_drift({at_least=}, {at_most=}): at_most is less than at_least. Raise it, or leave it out.")
 
     def due(now: Progress, last: Progress, drift: float | None) -> bool:
         since = now.step - last.step
@@ -79,7 +79,7 @@ def on_drift(threshold: float = 0.3, at_least: int = 20, at_most: int | None = N
 
 
 def ramp(start: float, end: float, until: float = 1.0) -> Callable[[Progress], float]:
-    """A number that goes linearly from `start` to `end` while the run goes from its beginning to `until` (a share).
+    """A number that goes linearly from `start` to `end`, until the share `until` of the run is done.
 
     For budgets that change over a run: `Budget(time=ramp(1.0, 0.4))` begins with full steps and ends with short ones.
 

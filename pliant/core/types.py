@@ -1,4 +1,4 @@
-"""The nouns: units and their parts, costs, and selections.
+"""The data types: units and their parts, costs, and selections.
 
 Arithmetic and JSON only: nothing here knows about torch, so every decision can be replayed from a file.
 """
@@ -87,7 +87,7 @@ _LAST_BITS = 1e-13  # relative; what a share that is no binary fraction may add 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, bytes, multiply-accumulates and joules; `joules` is None where nothing measures them."""
+    """Seconds, bytes, multiply-accumulates and joules of a step; `joules` is None if they were not measured."""
 
     seconds: float = 0.0
     bytes: int = 0
@@ -119,10 +119,10 @@ def _rounded_up(amount: float) -> int:
 
 @dataclass(frozen=True)
 class Selection:
-    """What was chosen, and enough to explain it: its cost, the limits it kept, each unit's value, when it was made.
+    """What was chosen, and why: its cost, the limits it keeps, and the value of each unit.
 
-    `asked` are the limits of the budget; `limit` are those that were planned for, which differ where measured steps corrected
-    them. `value` is the sum over the chosen units of positive value and those that are always chosen.
+    `asked` are the limits of the budget. `limit` are those that were planned for: they differ if measured steps corrected them.
+    `value` is the sum over the chosen units. `values` has every unit that could be chosen. `full` is the cost of a full step.
     """
 
     units: tuple[Unit, ...]
@@ -146,7 +146,7 @@ class Selection:
         return tuple(part for unit in self.units for part in unit.parts)
 
     def share(self, resource: str = "seconds") -> float:
-        """Cost as a share of a plain full step's."""
+        """The predicted cost as a share of that of a full step: "seconds", "bytes", "macs" or "joules"."""
         whole = getattr(self.full, resource)
         return getattr(self.cost, resource) / whole if whole else 0.0
 

@@ -165,7 +165,7 @@ def _checked(profile: Profile, key: str, graph: Graph) -> Profile:
         raise ValueError("it is of another model")
     seconds = *profile.seconds, *profile.other_seconds, profile.full.seconds, profile.origin.get("took")
     if not all(isinstance(one, (int, float)) and math.isfinite(one) and one >= 0 for one in seconds):
-        raise ValueError("it holds seconds that are no numbers")
+        raise ValueError("it holds seconds that are not numbers of 0 or more")
     return profile
 
 

@@ -67,9 +67,8 @@ def counted(
 ) -> Profile:
     """MACs and bytes of a step from the shapes of one real batch. Knows no seconds.
 
-    A product of matrices and a convolution cost as many MACs backward to the input, and again to the weight, as forward;
-    grouped and depthwise ones too. A bias, a norm's scale or an embedding costs one per element of the output; activations
-    are free.
+    A matrix product or a convolution costs as many MACs forward as backward to its input, and as backward to its weight. A
+    bias, a norm's weight or an embedding costs one per element of the output. Activations are free.
     """
     return _from_shapes(model, optimizer, loss, batch, lambda graph, _: Times.none(graph), {}, graph, update, norm)
 
@@ -81,8 +80,8 @@ def spared(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch
 
 
 def backward(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any, **how: Any) -> Profile:
-    """`counted`, with the MACs of the backward pass alone: `macs=0.15` is then a share of what a full backward pass takes, as
-    the literature on tiny devices counts it."""
+    """`counted`, with the MACs of the backward pass alone: `macs=0.15` is then a share of a full backward pass, as papers on
+    tiny devices count it."""
     profile = counted(model, optimizer, loss, batch, **how)
     charges = (replace(c, cost=replace(c.cost, macs=0)) if c.kind is ChargeKind.FORWARD else c for c in profile.charges)
     return replace(profile, base=replace(profile.base, macs=0), charges=tuple(charges))
@@ -106,23 +105,25 @@ def timed(
 ) -> Profile:
     """Seconds of a step on this device, read with hooks on the nodes of the backward graph. Leaves no trace.
 
-    Each node is timed with everything asked for and with input gradients alone; the difference is what its parameters cost.
-    Where a node has several parameters (weight and bias, γ and β), further passes ask for one at a time. Norms that are not
-    chosen use running statistics (`norm`, as in `Session`), which is timed too. Then a few whole steps are taken, from the head
-    alone to everything, and the parts are scaled so that they add up to them (`Profile.checks`). Bytes come from a pass in
-    which every piece of memory is followed; without `follow` they are counted from shapes, which saves more than a full step.
+    Takes about nine full steps on a CPU. Each node is timed with all gradients and with input gradients alone; the difference
+    is what its parameters cost. If a node has several parameters (weight and bias), further passes ask for one at a time. Norms
+    that are not chosen use running statistics (`norm`, as in `Session`), which is timed too. Then a few whole steps are taken,
+    from the head alone to everything, and the times of the nodes are scaled so that they add up to them (`Profile.checks`).
+    Bytes come from a pass that follows every tensor (`follow`), or else from shapes, as in sessions without a memory budget.
 
-    On the CPU the clock is this thread's CPU time if torch uses one thread, else wall time. On CUDA it is events; what the GPU
-    takes if it never waits for a launch is measured too, since a captured step costs that (`Profile.on`). `prices` says where
-    captured steps run kernels of the engine. `update` says how gradients become a step (clipping, scaling, accumulation).
-    `graph` is what `read_graph` gave for the same model, loss, batch and `norm`; it is read here where it is not given. Nodes
-    are timed inside `around()`, and whole steps run their forward pass as `ready(batch)` gives it, as a session runs them. The
-    full step that a share refers to is plain PyTorch, as anybody would run it.
-    With `samples`, seconds are measured on so many samples of the batch and scaled, and bytes are counted from shapes: for
-    where there is no room for a full step. Costs about eight full steps.
+    On the CPU the clock is this thread's CPU time if torch uses one thread, else wall time. On CUDA it is events. There the
+    time of kernels without waiting for launches is measured too, since that is what captured steps take (`Profile.on`).
+
+    - `graph`: what `read_graph` returned for the same model, loss, batch and `norm`.
+    - `update`: clipping, scaling and accumulation.
+    - `around`, `ready`, `prices`: nodes are timed inside `around()`; whole steps run their forward pass by `ready(batch)`;
+      `prices` says where captured steps run custom kernels. The full step that a share refers to is always plain PyTorch.
+    - `repeats`: how often nodes and steps are timed.
+    - `samples`: measure seconds on so many samples of the batch, scale them, and count bytes from shapes. For use where a full
+      step does not fit into memory.
     """
     if repeats is not None and repeats < 1:
-        raise ValueError(f"timed(repeats={repeats}): at least one.")
+        raise ValueError(f"timed(repeats={repeats}): repeats must be at least 1.")
     update = update or Update()
     params = trainable(model)
     on_cpu = next(iter(params.values())).device.type == "cpu"
@@ -187,8 +188,8 @@ def power(
 
 
 def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
-    """The same measurement where memory is short: of large tensors only shapes are kept for backward (`memory.StandIns`). A
-    model whose backward pass needs real values is measured with them."""
+    """The same measurement in less memory: of large tensors only shapes are saved for backward (`memory.StandIns`). A model
+    whose backward pass needs real values is measured with them."""
 
     def measured(model: nn.Module, *how: Any, **more: Any) -> Profile:
         try:
@@ -204,7 +205,7 @@ def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
 
 
 def modelled(peaks: Peaks, launch: float = 5e-6) -> Callable[..., Profile]:
-    """A `cost` for a device that is not at hand, from its peaks: max(FLOPs / peak, bytes / bandwidth) + launch per gradient.
+    """A `cost` for another device, from its peaks: max(FLOPs / peak, bytes / bandwidth) + launch, for each gradient.
 
     The optimizer reads and writes each chosen parameter, its gradient and its state once.
     """

@@ -27,7 +27,7 @@ from pliant.runtime.sealed import check_json, seal_json
 __all__ = ["SPARED_BY_INFERENCE", "SPLIT", "Charge", "ChargeKind", "PriceTable", "Profile"]
 
 # The share of the prefix's forward time that inference saves in captured steps, until it is measured in the run itself. Five
-# runs of MobileNetV2 on an H200 measured 0.32 to 0.54 (docs/engines.md); step_h200.md has the same steps without a session.
+# runs of MobileNetV2 on an H200 measured 0.32 to 0.54; step_h200.md has the same steps without a session.
 SPARED_BY_INFERENCE = 0.3
 
 
@@ -35,27 +35,26 @@ SPARED_BY_INFERENCE = 0.3
 class Profile:
     """What one step of one model costs on one device, for any selection.
 
-    `base` is what every step pays (the forward pass); `charges` are in the order in which backward runs. `head` names the
-    parameters of the module nearest the loss. `origin` says where and when this was measured. `coverage` is the share of the
-    backward time that was attributed to nodes; `uncounted` names operations whose MACs are unknown.
+    `base` is what every step pays (the forward pass). `charges` are the rest, in the order in which backward runs. `head` names
+    the parameters of the module nearest the loss. `origin` says where and when this was measured. `coverage` is the share of
+    the backward time that was attributed to nodes. `uncounted` names operations whose MACs are unknown.
 
     Seconds and MACs add up; bytes are a peak. A step goes through `moments`: the operations of the forward pass, the nodes of
-    the backward pass, the optimizer. Each entry holds the bytes that live then even if nothing trains. The bytes of a
-    selection are its highest moment less the highest of `moments`: what training needs on top of inference.
+    the backward pass, the optimizer. Each entry holds the bytes that are live then even if nothing trains. The bytes of a
+    selection are its highest moment less the highest of `moments`: what training needs beyond inference.
 
-    `plain` is what a step of training without this library costs, where that is not the same as choosing everything.
-    `checks` are whole steps that were measured to test the profile: seconds predicted, of the fastest try, of the slowest.
-    `shapes` are those of the parameters. A slice pays its share of its parameter's gradient, of the optimizer state and, along
-    the inputs, of kept activations.
+    `plain` is the cost of a plain full step, if that is not the same as choosing everything. `checks` are whole steps that were
+    measured to test the profile: seconds predicted, of the fastest try, of the slowest. `shapes` are those of the parameters.
+    A slice pays its share of its parameter's gradient, of the optimizer state and, along the inputs, of saved activations.
 
-    `mode` says how the steps run; `on(mode)` is the same profile for steps that run otherwise. `spared` is the share of the
-    prefix (the forward pass before the first chosen layer) that a step does not pay: all of it (1) where the prefix comes from
-    a cache, some of its seconds where it runs as inference. `base` then holds only the rest, and the spared part is due for
-    the layers from the loss to the first chosen one. `other_seconds` are those of each charge, and last of `base` with nothing
-    spared, for captured steps; where the profile is one of captured steps, for steps that are not. Empty: no difference known.
+    `mode` says how the steps run; `on(mode)` is the same profile for another mode. `spared` is the share of the prefix (the
+    forward pass before the first chosen layer) that a step does not pay: all of it with a cache, some of its seconds if it runs
+    as inference. Then `base` is smaller, and each layer from the loss to the first chosen one pays for its forward pass.
+    `other_seconds` are those of captured steps (or of eager ones, if `mode` has graphs): of each charge, and last of `base`
+    with nothing spared. Empty: no difference is known.
 
-    `prefix_saves` is the share of the prefix's seconds that eager steps save where they run it as inference, as measured.
-    `watts` is the mean power of training steps, where it is measured: joules are watts × seconds.
+    `prefix_saves` is the share of the prefix's seconds that eager steps save by running it as inference, as measured. `watts`
+    is the mean power of training steps, if measured: joules are watts × seconds.
     """
 
     charges: tuple[Charge, ...]
@@ -85,8 +84,11 @@ class Profile:
             raise ValueError(f"{len(self.other_seconds)} other seconds for {len(self.charges)} charges and the base.")
 
     def on(self, mode: Mode, spared: float | None = None) -> Profile:
-        """The same profile for steps that run in this mode, of whose prefix such a share is spared; 1.0 is still a plain full
-        step. Without `spared`: all of it with a cache, `SPARED_BY_INFERENCE` in captured steps, `prefix_saves` in others."""
+        """The same profile for steps that run in this mode. A share of 1.0 is still a plain full step.
+
+        `spared` is the share of the prefix that a step does not pay. By default: all of it with a cache, `SPARED_BY_INFERENCE`
+        in captured steps, `prefix_saves` in others.
+        """
         if spared is None:
             by_inference = SPARED_BY_INFERENCE if mode.graphs else self.prefix_saves
             spared = 1.0 if mode.cached else by_inference if mode.prefix else 0.0
@@ -155,10 +157,10 @@ class Profile:
         return replace(charge, cost=replace(charge.cost, seconds=self.spared * charge.cost.seconds, macs=0))
 
     def cost(self, units: Iterable[Unit], engine: Literal["plain", "lean"] | None = None, cached: bool | None = None) -> Cost:
-        """What one step costs when just these units are chosen. THE judge: solvers are checked against it.
+        """What one step costs if exactly these units are chosen. Every solver is checked against it.
 
-        Without `engine` and `cached`: for steps that run as this profile says. `engine` prices the same step with the lean
-        engine or without it, `cached` with the forward pass before the first chosen layer read from a cache or not.
+        By default for steps in the mode of this profile. `engine` says "lean" or "plain" instead, and `cached` whether the
+        forward pass before the first chosen layer is read from a cache.
         """
         if engine not in (None, "plain", "lean"):
             raise ValueError(f"engine={engine!r} is not known to profiles; one of: plain, lean.")
@@ -174,7 +176,7 @@ class Profile:
         return self.metered(Cost(seconds, self.base.bytes + int(self._standing(due).max()) - max(self.moments), macs))
 
     def alone(self, units: tuple[Unit, ...]) -> list[Cost]:
-        """For each unit, what a step costs when just that one is chosen: `cost([unit])`, for all of them at once."""
+        """For each unit, what a step costs if only that one is chosen: `cost([unit])`, for all of them at once."""
         table = self.table(units)
         seconds, macs = (self.base.seconds + table.seconds @ table.needed, self.base.macs + table.macs @ table.needed)
         peaks = (table.standing[:, None] + table.bytes @ table.needed).max(0, initial=0.0)
@@ -184,9 +186,8 @@ class Profile:
     def split(self, units: Iterable[Unit]) -> dict[str, Cost]:
         """The same cost by what it is paid for: `forward`, `dX`, `dW` and `optimizer`.
 
-        Seconds and MACs add up to it. Bytes are all that lives at the step's highest moment: activations of the forward pass,
-        gradients on their way, gradients of parameters, what the optimizer holds. So they add up to the peak itself, which is
-        the cost's bytes on top of inference's own peak.
+        Seconds and MACs add up to it. Bytes are all that is live at the step's highest moment: activations, gradients,
+        optimizer state. They add up to the peak itself, which is the bytes of `cost` plus the peak of inference.
         """
         due = self.due(units)
         peak = int(self._standing(due).argmax())
@@ -214,11 +215,11 @@ class Profile:
         return max(self.moments)
 
     def kept(self, units: Iterable[Unit]) -> int:
-        """Bytes that stay for the backward pass when just these units are chosen."""
+        """Bytes that are saved for the backward pass if exactly these units are chosen."""
         return sum(charge.cost.bytes for charge in self.due(units) if charge.kind is ChargeKind.KEPT)
 
     def due(self, units: Iterable[Unit]) -> list[Charge]:
-        """The charges that a step pays when just these units are chosen."""
+        """The charges that a step pays if exactly these units are chosen."""
         chosen = self._pieces(part for unit in units for part in unit.parts)
         asked = sum(self._bits.get(param, 0) for param in chosen)
         due = [(charge, behind) for charge, own, behind in self._reach if (own | behind) & asked]

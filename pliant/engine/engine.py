@@ -27,13 +27,13 @@ from pliant.engine.forward_passes import ForwardPasses
 from pliant.engine.kernels.switch import CustomKernels
 from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.modes import parse, pick
-from pliant.engine.news import News, reasons
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.onnx_runtime import runtime_for
 from pliant.engine.prefix.prefix import CachedRows, Prefix
 from pliant.engine.slices.checks import check_can_train
 from pliant.engine.slices.slices import Slices
+from pliant.engine.why_not import News, reasons
 from pliant.runtime.batches import Loss, map_tensors, tensors
 from pliant.runtime.memory import StepPeak
 from pliant.runtime.optimizer_step import Update, needs_closure

@@ -14,9 +14,9 @@ from pliant.core.mode import Mode
 from pliant.engine.around import around_forward
 from pliant.engine.compiled_parts import CompiledParts
 from pliant.engine.kernels.switch import CustomKernels, Swapped
-from pliant.engine.news import News
 from pliant.engine.prefix.prefix import CachedRows, Prefix
 from pliant.engine.slices.slices import Slices
+from pliant.engine.why_not import News
 from pliant.graph.backward import compute_loss
 from pliant.runtime.batches import Around, Loss, Ready, map_tensors
 from pliant.runtime.ranks import Ranks

@@ -184,7 +184,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that the user left trainable: the only ones that can be chosen. There must be one."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not params:
-        raise ValueError("no trainable parameter: every parameter has requires_grad=False (or there is none).")
+        raise ValueError("no trainable parameter: none has requires_grad=True. Unfreeze what may train: requires_grad_(True).")
     return params
 
 
@@ -194,7 +194,7 @@ def compute_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
     value = loss(model, batch)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(f"loss(model, batch) must return a scalar tensor; it returned {given}.")
+        raise ValueError(f"loss(model, batch) must return a scalar tensor; it returned {given}. Return a mean over the batch.")
     if value.grad_fn is None:
         raise ValueError(
             "no gradient can flow from the loss: it depends on no trainable parameter. Check that the model has parameters "

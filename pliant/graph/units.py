@@ -19,7 +19,7 @@ _SLICED_OPS = frozenset(("Convolution", "Addmm", "Mm", "Linear", "Add"))
 
 
 def tensors(include: Globs = "*", exclude: Globs = ()) -> Units:
-    """Every parameter is a unit; globs over parameter names select them."""
+    """Every parameter is a unit. `include` and `exclude` are globs over parameter names, here and below."""
 
     def of(graph: Graph) -> tuple[Unit, ...]:
         return tuple(Unit(param, (Part(param),)) for param in _params(graph, include, exclude))
@@ -28,11 +28,10 @@ def tensors(include: Globs = "*", exclude: Globs = ()) -> Units:
 
 
 def layers(include: Globs = "*", exclude: Globs = ()) -> Units:
-    """All parameters of one module, together with the norm that follows it: what the literature calls a layer.
+    """All parameters of one module are a unit, together with the norm that directly follows it.
 
-    The gradients of the norm read the same data as those of the weight, so they cost almost as much alone as together. A norm
-    that does not directly follow a layer (before a transformer block, say) is a layer of its own. So is each parameter of a
-    ParameterList or ParameterDict.
+    A norm that does not directly follow a layer (before a transformer block, for example) is a unit of its own. So is each
+    parameter of a ParameterList or ParameterDict.
     """
 
     def of(graph: Graph) -> tuple[Unit, ...]:
@@ -42,11 +41,11 @@ def layers(include: Globs = "*", exclude: Globs = ()) -> Units:
 
 
 def blocks(*named: str, include: Globs = "*", exclude: Globs = ()) -> Units:
-    """The repeated blocks of a model (found by class), or the modules that match `named`; everything else is split by layer.
+    """The repeated blocks of a model, or the modules whose names match `named`. Everything else is split by layer.
 
-    A repeated block is the outermost kind of module with modules of its own that occurs at least twice. A stack of blocks
-    (an encoder beside a decoder, or a stage) is no block: if it holds a ModuleList or Sequential with two modules of one class
-    and the same shapes, and is no such module itself, then these are the blocks.
+    A repeated block is the outermost module with submodules whose class occurs at least twice. A stack of blocks (an encoder, a
+    decoder, a stage) is not a block. A module is a stack if it holds a ModuleList or Sequential with two modules of one class
+    and the same shapes.
     """
 
     def of(graph: Graph) -> tuple[Unit, ...]:
@@ -67,7 +66,7 @@ def blocks(*named: str, include: Globs = "*", exclude: Globs = ()) -> Units:
 
 
 def norms() -> Units:
-    """Scale and shift of every norm, each tensor as a unit; and the tensors of the head."""
+    """Weight and bias of every norm, and the parameters of the head. Each tensor is a unit."""
 
     def of(graph: Graph) -> tuple[Unit, ...]:
         mine = {
@@ -89,18 +88,18 @@ def channels(
     *,
     depthwise: bool = True,
 ) -> Units:
-    """Groups of neighbouring channels of every convolution and linear layer: slices of its weight along its outputs or inputs.
+    """Groups of neighbouring channels of every convolution and linear layer, along its outputs ("out") or inputs ("in").
 
-    A linear layer is also a module with a matrix `weight` of inputs × outputs, such as `Conv1D` of transformers. Slices of
-    outputs include their part of the bias; with slices of inputs, biases are in no unit. In a weight with several groups, a
-    slice of inputs is the same channels of each group. Depthwise convolutions have one input per group, so their slices are
-    along the outputs; without `depthwise`, they are left out. Everything else (norms, embeddings, layers that the loss does
-    not reach) is in no unit.
+    - With "out" a unit includes its part of the bias. With "in" biases are in no unit.
+    - In a grouped convolution, "in" takes the same channels of each group.
+    - Depthwise convolutions are always sliced along their outputs. `depthwise=False` leaves them out.
+    - A module with a matrix `weight` of inputs × outputs counts as linear, such as `Conv1D` of transformers.
+    - Everything else is in no unit: norms, embeddings, layers that the loss does not reach.
     """
     if axis not in ("out", "in"):
         raise ValueError(f"axis={axis!r}: choose 'out' or 'in'.")
     if group < 1:
-        raise ValueError(f"group={group}: at least one channel makes a unit.")
+        raise ValueError(f"group={group}: a unit needs at least one channel.")
 
     def of(graph: Graph) -> tuple[Unit, ...]:
         params = _params(graph, include, exclude)
@@ -128,7 +127,10 @@ def channels(
                 found.append(Unit(f"{layer}[{way} {start}:{index[-1] + 1}]", tuple(parts)))
         if not found:
             kind = "" if depthwise else " but depthwise ones"
-            raise ValueError(f"nothing is left to choose from: no convolution or linear layer{kind} is among the parameters.")
+            raise ValueError(
+                f"nothing is left to choose from: no convolution or linear layer{kind} is among the parameters. Use "
+                f"units.layers()."
+            )
         return tuple(found)
 
     return of
@@ -155,7 +157,9 @@ def _params(graph: Graph, include: Globs, exclude: Globs) -> list[str]:
     dropped = set(match(names, [exclude] if isinstance(exclude, str) else exclude, "parameter"))
     out = [names[i] for i in kept if i not in dropped]
     if not out:
-        raise ValueError(f"nothing is left to choose from: include={include!r} and exclude={exclude!r} leave no parameter.")
+        raise ValueError(
+            f"nothing is left to choose from: include={include!r} and exclude={exclude!r} leave no parameter. Exclude less."
+        )
     return out
 
 

@@ -12,7 +12,7 @@ from pliant.runtime.ranks import unwrapped
 
 def check_policy(policy: object) -> None:
     if not isinstance(policy, Policy):
-        raise TypeError(f"policy={policy!r} is no Policy: give a recipe's result, like recipes.pliant(time=0.5).")
+        raise TypeError(f"policy={policy!r} is not a Policy: give what a recipe returns, like recipes.pliant(time=0.5).")
 
 
 def check_not_wrapped(model: nn.Module) -> None:

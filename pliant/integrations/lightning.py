@@ -59,7 +59,7 @@ class PliantCallback(Callback):  # type: ignore[misc]
                 "call session.before_step(batch) in training_step, before your own forward pass."
             )
         if len(trainer.strategy.optimizers) != 1:
-            raise ValueError(f"{len(trainer.strategy.optimizers)} optimizers: a selection is of one. Return one.")
+            raise ValueError(f"{len(trainer.strategy.optimizers)} optimizers, but a session works with one. Return one.")
         check_holds(unwrapped(trainer.strategy.model)[0], trainer.strategy.optimizers[0])
         self.session = None
 

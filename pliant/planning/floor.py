@@ -37,7 +37,7 @@ def floor_of(problem: Problem, profile: Profile, units: tuple[Unit, ...]) -> tup
     """What the cheapest step costs, and in words what it trains."""
     if problem.always.any():
         chosen = [unit for unit, taken in zip(units, problem.always, strict=True) if taken]
-        return profile.cost(chosen), "what is always chosen (" + ", ".join(unit.name for unit in chosen) + ")"
+        return profile.cost(chosen), "what is always chosen (" + ", ".join(repr(unit.name) for unit in chosen) + ")"
     reached = reached_by(problem)
     alone = np.array([problem.cost(np.arange(len(units)) == i) for i in reached])
     over = (np.maximum(alone - problem.limits, 0) / np.maximum(np.abs(problem.limits), 1e-300)).sum(axis=1)

@@ -1,7 +1,4 @@
-"""The pure decision: units, prices, values and a budget in, a selection out.
-
-Every limit becomes constraints of the solver's problem (`_rows`); a memory limit becomes one for each moment of a step.
-"""
+"""The pure decision: units, prices, values and a budget in, a selection out."""
 
 from __future__ import annotations
 
@@ -13,11 +10,12 @@ from numpy.typing import NDArray
 
 from pliant.core.budget import Progress
 from pliant.core.errors import BudgetError
-from pliant.core.types import Cost, Selection, Unit
-from pliant.cost.profile import PriceTable, Profile
+from pliant.core.types import Selection, Unit
+from pliant.cost.profile import Profile
+from pliant.planning.constraints import constraints, without_free_charges
 from pliant.planning.floor import always_chosen, check_floor, floor_of, reached_by, say
 from pliant.planning.policy import Policy
-from pliant.planning.solve import SLACK, Array, Problem, Rotating
+from pliant.planning.solve import SLACK, Problem, Rotating
 
 
 def plan(
@@ -31,17 +29,20 @@ def plan(
 ) -> Selection:
     """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
 
-    A unit whose value is not a number is chosen only if it always is. A budget below the floor is an error. `correction`
-    multiplies the seconds to plan for (never below the floor), since steps may run slower or faster than predicted. `within`
-    are the bytes to plan for, between the floor and what was asked. A choice `near` is changed as little as possible: units
-    are added to it where the budget leaves room, and taken from it where it costs too much.
-    Where nothing of it can stay, and for a `Rotating` solver, the choice is a fresh one. Joules are
-    corrected as seconds are.
+    `values` says what each unit is worth. One whose value is not a number is chosen only if the policy always chooses it. A
+    budget below the floor, the cheapest possible step, raises `BudgetError`.
+
+    The other arguments serve a session that corrects its plan:
+
+    - `correction` multiplies the seconds and joules to plan for, since steps may run slower or faster than predicted.
+    - `within` replaces the bytes to plan for. Neither goes below the floor, nor `within` above what was asked.
+    - `near` is the selection in force. It changes as little as possible: units are only added, or only removed. Where none
+      of it can stay, and for a `Rotating` solver, it is ignored.
     """
     progress = progress if progress is not None else Progress()
     units = tuple(values)
     if not units:
-        raise ValueError("there is nothing to choose from: no parameter of the model can be trained.")
+        raise ValueError("there is nothing to choose from: `values` has no unit. Check requires_grad flags and the optimizer.")
     names = tuple(unit.name for unit in units)
     worth = np.array([values[unit] for unit in units], float)
     worth[~np.isfinite(worth)] = 0.0
@@ -49,14 +50,14 @@ def plan(
     full = profile.full
     asked = policy.budget.limits(full, progress)
     if "bytes" in asked and not full.bytes and not any(charge.cost.bytes for charge in profile.charges):
-        raise BudgetError("memory= cannot be kept: this profile holds no bytes; measure with another `cost`.")
+        raise BudgetError("memory= cannot be kept: this profile holds no bytes. Measure with another `cost`.")
     base = profile.metered(profile.base)
-    table, limit = _that_cost(profile.table(units)), dict(asked)
+    table, limit = without_free_charges(profile.table(units)), dict(asked)
     done = progress.fraction if progress.total_steps is not None else None
     frozen_norms = profile.origin.get("norms") == "frozen"
 
     def problem_within(limit: Mapping[str, float]) -> Problem:
-        price, room, resource = _rows(table, base, limit, profile.watts)
+        price, room, resource = constraints(table, base, limit, profile.watts)
         turn = progress.round, policy.seed
         sizes = profile.sizes(units)
         return Problem(names, worth, table.needed, price, room, always, *turn, resource, *sizes, done, frozen_norms)
@@ -117,26 +118,3 @@ def _some_fits(problem: Problem, held: NDArray[np.bool_]) -> bool:
     if problem.always.any():
         return problem.fits(problem.always)
     return any(problem.fits(np.arange(len(held)) == i) for i in np.flatnonzero(held & problem.reached))
-
-
-def _that_cost(table: PriceTable) -> PriceTable:
-    """A table without the charges that are free: a parameter that the loss does not reach has no others."""
-    some = (table.seconds > 0) | (table.macs > 0) | (table.bytes > 0).any(axis=0)
-    return PriceTable(table.needed[some], table.seconds[some], table.bytes[:, some], table.standing, table.macs[some])
-
-
-def _rows(
-    table: PriceTable, base: Cost, limit: Mapping[str, float], watts: float | None
-) -> tuple[Array, Array, tuple[str, ...]]:
-    """The prices of the limited resources, the limits less the forward pass, and the resource of each row."""
-    prices: list[Array] = []
-    room: list[float] = []
-    resource: list[str] = []
-    for name, amount in limit.items():
-        joules = table.seconds[None] * (watts or 0.0)
-        rows = {"seconds": table.seconds[None], "macs": table.macs[None], "bytes": table.bytes, "joules": joules}[name]
-        standing = table.standing if name == "bytes" else np.zeros(1)
-        prices += list(rows)
-        room += (amount * (1 + SLACK) - getattr(base, name) - standing).tolist()
-        resource += [name] * len(rows)
-    return np.array(prices).reshape(len(prices), len(table.needed)), np.array(room), tuple(resource)

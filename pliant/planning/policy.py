@@ -1,4 +1,4 @@
-"""`Policy`: five words and a budget make a method."""
+"""`Policy`: five choices and a budget make a method."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ from pliant.planning.solve import Solver
 
 @dataclass(frozen=True)
 class Policy:
-    """units × signal × cost × solver × when, inside a budget.
+    """What can be chosen, what it is worth, what it costs, how it is decided and when, inside a budget.
 
-    `units` turns a graph into units (`units.layers()`), `signal` says what each is worth (`score.update_gain()`), `cost`
-    measures (`measure.timed`), `solver` decides (`solve.knapsack()`), `when` says how often (`schedule.every(steps=100)`).
-    `always` names units that are chosen in any case; `head` adds the module nearest the loss, tied weights left out. `state`
-    says whether optimizer state is kept or dropped when a unit leaves the selection; where memory is limited it is dropped.
-    `head_first` is the share of the run in which only what is always chosen trains (20 steps where the length of the run is
-    unknown); then the first selection is made, and it is taken back if the loss falls more slowly than before. `norm` is the
-    batch-norm rule of the method, unless `Session(norm=…)` names another.
-    Change one word with `dataclasses.replace` and you have an ablation.
+    - `units` turns a graph into units: `units.layers()`
+    - `signal` says what each unit is worth: `score.update_gain()`
+    - `cost` measures what each costs: `measure.timed`
+    - `solver` decides: `solve.knapsack()`
+    - `when` says how often: `schedule.every(steps=100)`
+    - `budget` is what a step may cost: `Budget(time=0.5)`
+    - `always` names units that are always chosen. `head` adds the head, the module nearest the loss.
+    - `state`: the optimizer state of a unit that is no longer chosen is kept ("keep") or dropped ("drop"). With a memory limit
+      it is always dropped.
+    - `head_first`: the share of the run in which only the units of `always` and `head` train (20 steps if the length of the run
+      is unknown). The first selection after it is taken back if the loss falls more slowly than before.
+    - `norm` is the batch-norm rule of the method, unless `Session(norm=…)` names another.
+
+    To change one choice, use `dataclasses.replace`.
 
     `cost` is called as `cost(model, optimizer, loss, batch, graph=…, update=…, norm=…, around=…, prices=…, ready=…)`, and
-    returns a `Profile`. `graph` is the backward graph, already read (`measure.read_graph`). `update` says how gradients become
-    a step. `norm` is the batch-norm rule of the session. Forward passes run inside `around()`. `prices` are those of custom
-    kernels. `ready(batch)`, if not None, gives the forward pass of a step as the session runs it. A cost function may ignore
-    all six.
+    returns a `Profile`. It may ignore all keyword arguments. `graph` is the backward graph (`measure.read_graph`). `update`
+    holds clipping, scaler and accumulation. `norm` is the batch-norm rule of the session. Forward passes run inside
+    `around()`. `prices` are those of custom kernels. `ready(batch)`, if not None, returns the forward pass of a step as the
+    session runs it.
     """
 
     units: Callable[..., tuple[Unit, ...]]
@@ -49,6 +55,6 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.state not in ("keep", "drop"):
-            raise ValueError(f"state={self.state!r}: the optimizer state of what leaves is 'keep' or 'drop'.")
+            raise ValueError(f"state={self.state!r}: optimizer state of units that are no longer chosen: use 'keep' or 'drop'.")
         if not 0 <= self.head_first < 1:
-            raise ValueError(f"head_first={self.head_first}: a share of the run, from 0 to less than 1.")
+            raise ValueError(f"head_first={self.head_first} is not a share of the run: use 0 or more, and less than 1.")

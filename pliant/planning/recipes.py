@@ -1,4 +1,4 @@
-"""The literature, one function each: every method is five words and a budget.
+"""Published methods, baselines and our own, one function each. A method is five choices and a budget (`Policy`).
 
 | | units | signal | cost | solver | when |
 |---|---|---|---|---|---|
@@ -43,8 +43,10 @@ def pliant(
     head_first: float = 0.1,
     seed: int = 0,
 ) -> Policy:
-    """Ours, and the default: the head first, then the whole layers that gain most, inside every budget at once, chosen again on
-    drift. With `head_first=0` layers are chosen before the first step.
+    """Our own, and the default: the layers that lower the loss most, inside all limits at once.
+
+    The head trains alone for the share `head_first` of the run; then layers are chosen. With `head_first=0` they are chosen
+    before the first step. They are chosen again when their values have changed, or as `when` says.
     """
     return Policy(
         units.layers(),
@@ -62,8 +64,8 @@ def pliant(
 def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
     """Any tensor may enter or leave, by its update gain on one batch. ElasticTrainer, MobiSys 2023, arXiv 2312.14227.
 
-    All batch norms use running statistics, as in the paper's own code, and their scales and shifts may train. That needs low
-    rates (the paper's is 1e-4), or `clip=`.
+    All batch norms use running statistics, as in the paper's own code, while their weights and biases may train. That needs a
+    low learning rate (the paper's is 1e-4), or `clip=`.
     """
     gain = score.update_gain()
     when = when or schedule.every(epochs=3)
@@ -72,10 +74,9 @@ def elastic_trainer(time: Limit = 0.5, *, when: Schedule | None = None, seed: in
 
 
 def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Peaks | None = None, seed: int = 0) -> Policy:
-    """Whole layers, priced as a whole by what they take on this device. IEEE Access 2025, 10.1109/ACCESS.2025.3591772.
+    """ElasticTrainer with whole layers, by their measured time on this device. IEEE Access 2025, 10.1109/ACCESS.2025.3591772.
 
-    Measured seconds hold what low arithmetic intensity costs. With `peaks`, layers are priced for a device that is not at hand:
-    by arithmetic where their intensity lies above its ridge, by bandwidth below.
+    With `peaks`, times are computed for another device: from its FLOP/s, or from its bandwidth if that limits a layer.
     """
     gain = score.update_gain()
     when = when or schedule.every(epochs=3)
@@ -84,7 +85,7 @@ def elastic_layers(time: Limit = 0.5, *, when: Schedule | None = None, peaks: Pe
 
 
 def green_trainer(macs: Limit = 0.5, *, when: Schedule | None = None, seed: int = 0) -> Policy:
-    """ElasticTrainer with compute in place of seconds, for language models. GreenTrainer, ICLR 2024, arXiv 2309.13192."""
+    """ElasticTrainer with MACs instead of seconds, for language models. GreenTrainer, ICLR 2024, arXiv 2309.13192."""
     gain = score.update_gain()
     when = when or schedule.every(epochs=1)
     return Policy(units.tensors(), gain, counted, solve.knapsack(), when, Budget(macs=macs), seed=seed, name="green_trainer")
@@ -102,11 +103,10 @@ def tinytrain(
 ) -> Policy:
     """The best layers by Fisher information for their size, and of those the best channels. TinyTrain, arXiv 2307.09988.
 
-    `macs` is a share of a full backward pass. Layers come by the paper's score, which knows how large a layer is but not what
-    its step keeps nor the way to it; with `exact` the channels are the best under the true prices, whatever their layer. Those
-    of depthwise layers are not among them: their potential is nearly that of the layer before once more, and counts twice.
-    `axis` says which channels are sliced. `head` always trains the module nearest the loss: for a model that ends in a
-    classifier of its own, which has everything to learn; where prototypes classify there is none.
+    `macs` is a share of a full backward pass. Layers are ranked by the paper's score, which knows the size of a layer but not
+    the cost of reaching it. With `exact`, channels of any layer are chosen under their true costs; those of depthwise layers
+    are left out, because they would count what the layer before them counts already. `axis` says whether output or input
+    channels are chosen. `head` always trains the module nearest the loss: use it for a model with a new classifier.
     """
     solver = solve.milp(gap=1e-3) if exact else solve.within_layers(solve.greedy(by="score"))
     when = when or schedule.once()
@@ -120,8 +120,8 @@ def freeze_out(start: float = 0.8, *, cubed: bool = True, when: Schedule | None 
     """Layers freeze for good, one after another from the input on; the head trains to the end. FreezeOut, arXiv 1706.04983.
 
     Of L layers below the head, layer i (from 0) freezes when t_i = start + (1 − start)·i/L of the run is done; with `cubed`,
-    when t_i³ is: at the next selection, and `when` says how often there is one. Needs `total_steps` or `fit`. Learning rates
-    stay yours: the paper lets each layer's fall to nothing by t_i.
+    when t_i³ is. `when` says how often this is checked. Needs `total_steps` or `fit`. Learning rates are not changed: in the
+    paper, that of each layer falls to zero by t_i.
     """
     solver, when = solve.freeze(start, cubed), when or schedule.every(share=0.01)
     return Policy(units.layers(), score.nearness(), counted, solver, when, state="drop", name="freeze_out")
@@ -146,15 +146,15 @@ def badam(
 ) -> Policy:
     """One block at a time, for `steps` steps; its optimizer state is dropped afterwards. BAdam, arXiv 2404.02827.
 
-    Blocks come in order: from the loss to the input ("descending"), from the input on ("ascending"), or in a new
-    "random" order each time around. The head is a block like any other; with `head` it always trains.
+    The `order` goes from the loss to the input ("descending"), from the input to the loss ("ascending"), or is "random" and new
+    in each cycle. The head is a block like any other; with `head` it always trains.
     """
     solver, when = solve.cycle(order=order), schedule.every(steps=steps)
     return Policy(units.blocks(), score.nearness(), counted, solver, when, head=head, state="drop", seed=seed, name="badam")
 
 
 def only(*globs: str) -> Policy:
-    """Exactly the parameters whose names match ("layer4.*", "*.bias"), from beginning to end."""
+    """Exactly the parameters whose names match ("layer4.*", "*.bias"), in the whole run."""
     if not globs:
         raise ValueError("only() trains nothing: name parameters, like only('head.*').")
     return Policy(units.tensors(), score.nearness(), counted, solve.fixed(*globs), head=False, name=f"only({', '.join(globs)})")
@@ -168,20 +168,20 @@ def full() -> Policy:
 def head() -> Policy:
     """The module nearest the loss, and nothing else.
 
-    Tied weights are no head: where the output matrix is also the embedding, the head is the module before it. To train the
-    matrix too, name it: `only("*embed*")`.
+    If the output matrix is also the embedding (tied weights), the head is the module before it. To train the matrix too, name
+    it: `only("*embed*")`.
     """
     return Policy(units.tensors(), score.nearness(), counted, solve.fixed(), name="head")
 
 
 def bias() -> Policy:
-    """Every bias (a norm's shift is one), and the head. BitFit, arXiv 2106.10199. A model without biases is refused."""
+    """Every bias, also of norms, and the head. BitFit, arXiv 2106.10199. A model without biases is refused."""
 
     def biases(problem: solve.Problem) -> solve.Mask:
         if not any(name.endswith("bias") for name in problem.names):
             raise ValueError(
-                f"this model has no bias: none of its {len(problem.names)} parameters is called so, and the head alone would "
-                f"train. Use recipes.norm() for the scales of its norms, or recipes.head()."
+                f"this model has no bias: the names of its {len(problem.names)} parameters do not end in 'bias', and only the "
+                f"head would train. Use recipes.norm() for the weights of its norms, or recipes.head()."
             )
         return solve.fixed("*bias")(problem)
 
@@ -189,12 +189,12 @@ def bias() -> Policy:
 
 
 def norm() -> Policy:
-    """Scale and shift of every norm, and the head."""
+    """Weight and bias of every norm, and the head."""
     return Policy(units.norms(), score.nearness(), counted, solve.fixed("*"), name="norm")
 
 
 def tent() -> Policy:
-    """Scale and shift of every norm, on batch statistics, without the head: for losses without labels. TENT, arXiv 2006.10726.
+    """Weight and bias of every norm, with batch statistics, without the head: for data without labels. TENT, arXiv 2006.10726.
 
     Use it with `losses.entropy`. A model without norms is refused.
     """
@@ -202,17 +202,17 @@ def tent() -> Policy:
     def norms(graph: Graph) -> tuple[Unit, ...]:
         found = tuple(unit for unit in units.norms()(graph) if unit.name not in graph.head)
         if not found:
-            raise ValueError("this model has no norm with scale and shift: tent() has nothing to train. Use gala() or full().")
+            raise ValueError("this model has no norm with weight and bias: tent() has nothing to train. Use gala() or full().")
         return found
 
     return Policy(norms, score.nearness(), counted, solve.fixed("*"), head=False, norm="as-is", name="tent")
 
 
 def gala(window: int = 20) -> Policy:
-    """The tensor whose new step is best aligned with its way so far, chosen for every batch. GALA, arXiv 2404.03784.
+    """For every batch, the tensor whose step is best aligned with its total change so far. GALA, arXiv 2404.03784.
 
-    Every `window` steps the way begins anew, and all tensors take that step. For losses without labels; norms use batch
-    statistics, as in the model's own modes. Each step probes first, so it takes about two full ones.
+    Every `window` steps that change is counted from zero again, and all tensors are trained. For losses without labels. Norms
+    use batch statistics, as the modules' modes say. Each step scores all tensors first, so it takes as long as two full ones.
     """
 
     def best(problem: solve.Problem) -> solve.Mask:
@@ -226,7 +226,7 @@ def gala(window: int = 20) -> Policy:
 
 
 def last(time: Limit = 0.5) -> Policy:
-    """The last layers, as many as the budget holds: the baseline that every clever choice must beat."""
+    """The last layers that fit into the budget: the baseline that other methods must beat."""
     solver = solve.greedy(by="order", stop=True)
     return Policy(units.layers(), score.nearness(), timed, solver, budget=Budget(time=time), name="last")
 

@@ -1,4 +1,4 @@
-"""Losses without labels, of logits (samples × classes): for streams in which nobody says what is right."""
+"""Losses without labels, of logits (samples × classes): for data without labels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """The mean entropy of the predictions: lower is surer. TENT, arXiv 2006.10726.
+    """The mean entropy of the predictions: it is low if they are certain. TENT, arXiv 2006.10726.
 
     >>> round(float(entropy(torch.zeros(3, 4))), 4)  # of four classes, none is likelier
     1.3863
@@ -18,13 +18,13 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def pseudo_labels(logits: torch.Tensor, sure: float = 0.0) -> torch.Tensor:
-    """Cross-entropy with the model's own answers as labels, over samples whose answer is at least as probable as `sure`.
+    """Cross-entropy with the model's own predictions as labels, over samples predicted with at least the probability `sure`.
 
-    Where no sample is, the loss is zero. Lee, "Pseudo-Label", 2013.
+    If there is no such sample, the loss is zero. Lee, "Pseudo-Label", 2013.
     """
     _check(logits)
     if not 0 <= sure <= 1:
-        raise ValueError(f"pseudo_labels(sure={sure}): a probability, from 0 to 1.")
+        raise ValueError(f"pseudo_labels(sure={sure}): must be a probability, from 0 to 1.")
     best = logits.detach().softmax(1).max(1)
     losses = F.cross_entropy(logits, best.indices, reduction="none")
     counts = (best.values >= sure).to(losses.dtype)

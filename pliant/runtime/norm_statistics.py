@@ -1,4 +1,4 @@
-"""Running statistics of batch norms that are of another world: noticed, and re-estimated over the first batches."""
+"""Running statistics of batch norms that do not fit the data: noticed, and re-estimated over the first batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pliant.runtime.sandbox import sandbox
 from pliant.runtime.torch_internals import NormBase
 
 LOOKS = 5  # batches whose statistics are compared with the running ones, or take their place
-FAR = 0.02  # |log| of the ratio of variances, beyond chance, above which batches are of another world (docs/notebook.md)
+FAR = 0.02  # |log| of the ratio of variances, beyond chance, above which running statistics do not fit (docs/notebook.md)
 BETTER = 0.1  # share of the loss by which statistics of the batch must tell a batch's labels better from others
 _MEAN_ERROR = 0.8  # of a normal distribution: the mean of |x| over its standard deviation
 A_FEW = 4  # samples: fewer than that differ from any others

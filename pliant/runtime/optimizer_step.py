@@ -39,7 +39,7 @@ class Update:
         if self.scaler is not None and not self.scaler.is_enabled():
             object.__setattr__(self, "scaler", None)  # it does nothing
         if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate}: at least one batch goes into an optimizer step.")
+            raise ValueError(f"accumulate={self.accumulate}: batches per optimizer step must be at least 1.")
 
     def backward(self, value: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None) -> None:
         """Gradients of one batch's share of the loss, onto the parameters; with `inputs`, onto these alone."""

@@ -27,19 +27,18 @@ class SampleId(NamedTuple):
 
 
 def with_ids(dataset: Any, views: int = 1, seed: int = 0) -> Dataset[Any]:
-    """The same dataset, whose batches say which samples they hold: what a feature cache needs. Wrap it once, before the loader.
+    """The same dataset, whose batches know the ids of their samples: what a feature cache needs. Wrap it before the DataLoader.
 
-    Items are tuples, lists, dicts or the like, and stay what they are; the DataLoader's own collate function makes the batches
-    it always made, and `ids_of(batch)` reads their ids. A collate function of one's own works as before and loses the ids,
-    unless it asks `ids_of(item)` for them.
+    Items are tuples, lists, dicts or the like, and do not change. The default collate function makes the same batches as
+    before, and `ids_of(batch)` returns their ids. Your own collate function loses the ids, unless it reads `ids_of(item)`.
 
-    Where the dataset augments at random, each access draws one of `views` fixed views of the sample: an item is made with
-    torch's (CPU), Python's and numpy's global random numbers seeded from (seed, index, view), and all three go on afterwards as
-    if it had not been. So the same id is the same item exactly, in every epoch and worker.
+    If the dataset augments at random, each access draws one of `views` fixed views of the sample. The global random numbers of
+    torch (CPU), Python and numpy are seeded from (seed, index, view) while the item is made, and restored afterwards. So the
+    same id is exactly the same item, in every epoch and worker.
 
-    Limits: the dataset must give the same for a sample throughout, so a generator of its own, or the GPU's, would break that.
-    What is done to a batch later (mixup, noise) is not known to its ids: give a session such batches as a plain tuple or dict.
-    A batch rebuilt by hand, as `[part.to(device) for part in batch]`, has no ids: pass `ids=ids_of(batch)` along.
+    Limits: the dataset must return the same item for the same random numbers, so it may have no generator of its own, nor use
+    the GPU's. If you change a batch later (mixup, noise), pass it as a plain tuple or dict without ids. A batch rebuilt by
+    hand, like `[part.to(device) for part in batch]`, has no ids: pass `ids=ids_of(batch)`.
 
     >>> from torch.utils.data import DataLoader, TensorDataset
     >>> loader = DataLoader(with_ids(TensorDataset(torch.arange(4.0), torch.arange(4))), batch_size=2)

@@ -1,4 +1,4 @@
-"""The only room that decides what of the user's model trains: `apply_`, `restore_`, and the sandbox for probes."""
+"""Sets `requires_grad` of the user's parameters: `apply_` and `restore_`. Probes and measurements do it in `sandbox`."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ def _named(given: Any) -> str:
 
 def _wanted(name: str) -> str:
     return {
-        "model": "no torch.nn.Module: give the network itself.",
-        "optimizer": "no torch.optim.Optimizer: give one such as torch.optim.SGD(model.parameters(), lr=0.1).",
-        "loss": f"no function of model and batch: write one, like {_LOSS}.",
-        "policy": "no Policy: give a recipe's result, like recipes.pliant(time=0.5).",
+        "model": "not a torch.nn.Module: give the network itself.",
+        "optimizer": "not a torch.optim.Optimizer: give one such as torch.optim.SGD(model.parameters(), lr=0.1).",
+        "loss": f"not a function of model and batch: write one, like {_LOSS}.",
+        "policy": "not a Policy: give what a recipe returns, like recipes.pliant(time=0.5).",
     }[name]
 
 
@@ -68,7 +68,7 @@ def features(cache: Any) -> Features | None:
     if isinstance(cache, (str, int)):
         return Features(cache)
     if cache is not None and not isinstance(cache, Features):
-        raise ValueError(f"cache={cache!r} is no feature cache: give a limit like '2GB', or Features('2GB', half=True).")
+        raise ValueError(f"cache={cache!r} is not a feature cache: give a limit like '2GB', or Features('2GB', half=True).")
     return cache
 
 

@@ -1,8 +1,10 @@
-"""Asked, predicted, measured: what steps really take, and whether the selection must change for it. Arithmetic only.
+"""Asked, predicted, measured: what steps really take, and whether the selection must change for it.
 
-One smoothed ratio of measured to predicted seconds prices the next plan. A selection changes only where its steps leave a band
-around what was asked, and only after a dwell time that doubles with every correction of a round. Where a share of a full step
-was asked, a few steps take turns with full steps before that. Seconds beyond what was asked are saved in later steps; seconds
+This is the arithmetic. `Controller.correction` calls it after steps, and plans the new selection.
+
+One smoothed ratio of measured to predicted seconds prices the next plan. A selection changes only if its steps leave a band
+around what was asked, and only after a dwell time that doubles with every correction of a round. If a share of a full step was
+asked, a few steps take turns with full steps before that. Seconds beyond what was asked are saved in later steps. Seconds
 below it are not spent.
 """
 

@@ -25,7 +25,10 @@ def fit(loop: Loop, step: Step, loader: Any, epochs: int, on_step: OnStep | None
             return _fit_stream(loop, step, loader, epochs, on_step)
         loop.steps_per_epoch = length // accumulate
         if not loop.steps_per_epoch:
-            raise ValueError(f"the loader has {length} batches, and accumulate={accumulate} takes more for one step.")
+            raise ValueError(
+                f"the loader has {length} batches, fewer than accumulate={accumulate} needs for one step. Lower accumulate, or "
+                f"give more data."
+            )
     steps = loop.steps_per_epoch
     if loop.total_steps is None:
         loop.total_steps = epochs * steps
@@ -36,7 +39,7 @@ def fit(loop: Loop, step: Step, loader: Any, epochs: int, on_step: OnStep | None
         if loop.steps < (epoch + 1) * steps:
             raise ValueError(
                 f"the loader ended after {done + len(losses)} batches, but steps_per_epoch={steps} with "
-                f"accumulate={accumulate} needs {steps * accumulate}."
+                f"accumulate={accumulate} needs {steps * accumulate}. Lower steps_per_epoch, or leave it out."
             )
         means.append(float(torch.stack(losses).float().mean()))
     return means
@@ -47,7 +50,7 @@ def _fit_stream(loop: Loop, step: Step, loader: Any, epochs: int, on_step: OnSte
     accumulate = loop.update.accumulate
     if loop.steps:
         raise ValueError(
-            f"the loader has no length, so the epoch of step {loop.steps} is unknown: give Session steps_per_epoch=…"
+            f"the loader has no length, so the epoch of step {loop.steps} is unknown: give Session(steps_per_epoch=…)."
         )
     means: list[float] = []
     for _ in range(epochs):

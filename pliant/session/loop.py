@@ -143,7 +143,7 @@ class Loop:
     def prepare(self, batch: Any, around: Around = nullcontext, ready: Ready | None = None) -> None:
         """Measure, correct, choose and apply, as far as due. Forward passes are measured as `Controller.measure` says."""
         if self.policy.when.needs_epochs and self.steps_per_epoch is None:
-            raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: give Session steps_per_epoch=len(loader).")
+            raise ValueError(f"the schedule '{self.policy.when.name}' counts epochs: use Session(steps_per_epoch=len(loader)).")
         if self.laps.is_running:
             self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
         self.log.note_rate(self.engine.optimizer, self.total_steps)

@@ -21,13 +21,13 @@ def before_step(loop: Loop, batch: Any, method: str = "forward", batches: int | 
     if not loop.freezes and len(loop.selection.params) < len(loop.params):
         loop.laps.drop()
         raise ValueError(
-            "the loss differentiates with respect to parameters, so those that are not chosen stay trainable, and "
-            "loss.backward() would reach them: use session.step."
+            "the loss differentiates with respect to parameters, so those that are not chosen must stay trainable, and "
+            "loss.backward() would train them too. Use session.step."
         )
     if engine.slices is not None and (loop.update.scaler is not None or not loop.ranks.is_alone):
         loop.laps.drop()
         what = "a GradScaler cannot unscale" if loop.ranks.is_alone else "DistributedDataParallel does not average"
-        raise ValueError(f"{what} slices of parameters in a loop of your own: use session.step, or choose layers.")
+        raise ValueError(f"{what} slices of parameters in your own loop: use session.step, or choose layers.")
     loop.stepper.is_whole = batches in (None, loop.update.accumulate)
     looks = loop.norms.has_any or loop.ranks.may_be_wrapped  # else nothing is to be done before a forward pass
     engine.hook_own_step(method, loop.before_forward if looks else None)

@@ -147,10 +147,15 @@ def check(loop: Loop, state: Mapping[str, Any]) -> None:
             f"with the version that began it, or begin it again."
         )
     if found != FORMAT:
-        raise ValueError(f"not the state of a Pliant session: format is {found!r}, expected {FORMAT!r}.")
+        raise ValueError(
+            f"not the state of a Pliant session of this version: format is {found!r}, expected {FORMAT!r}. Begin a new run."
+        )
     schema.check(_STATE, state, "state")
     if state["policy"] != loop.policy.name:
-        raise ValueError(f"this state is of the recipe {state['policy']!r}; this session runs {loop.policy.name!r}.")
+        raise ValueError(
+            f"this state is of the recipe {state['policy']!r}; this session runs {loop.policy.name!r}. Open the session with "
+            f"the recipe of the state."
+        )
     try:
         units = {unit.name: unit for unit in map(Unit.from_json, state["units"])}
         chosen = [Selection.from_json(state[key]) for key in ("selection", "pending") if state[key]]
@@ -160,7 +165,7 @@ def check(loop: Loop, state: Mapping[str, Any]) -> None:
             Budget.from_json(state["budget"])
         Feedback.of(state["feedback"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this state is damaged: {error}.") from error
+        raise ValueError(f"this state is damaged: {error}. Load an earlier one.") from error
     known = {param for unit in units.values() for param in unit.params} | {p for each in chosen for p in each.params}
     _check_known("trainable parameter", known, loop.params)
     _check_known("unit", state["values"], units)
@@ -185,10 +190,10 @@ def _check_tensors(loop: Loop, state: Mapping[str, Any], sliced: Mapping[str, tu
     _check_known("parameter", state["undo"]["state"] if state["undo"] is not None else (), params)
     for name, one in (state["slices"] or {}).items():
         if sliced.get(name) != (one["dim"], tuple(one["index"])):
-            raise ValueError(f"this state is damaged: it has a slice of {name!r} that is not chosen.")
+            raise ValueError(f"this state is damaged: it has a slice of {name!r} that is not chosen. Load an earlier one.")
 
 
 def _check_known(what: str, names: Collection[str], here: Collection[str]) -> None:
     missing = sorted(set(names) - set(here))
     if missing:
-        raise ValueError(f"this state is of another model: it knows {missing[0]!r}, which is no {what} here.")
+        raise ValueError(f"this state is of another model: it has {missing[0]!r}, which is not a {what} here.")

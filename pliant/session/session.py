@@ -53,9 +53,9 @@ class Session:
     ...     [unit.name for unit in session.selection.units]
     ['2.weight', '2.bias']
 
-    `step` does forward, backward and the optimizer's step. With a loop of your own, call `before_step(batch)` once per
-    optimizer step instead. Leaving the `with` block (or `close()`) restores trainable flags and modes; so does opening another
-    session on the same model.
+    `step` does forward, backward and the optimizer's step. In your own loop, call `before_step(batch)` once per optimizer step
+    instead. Leaving the `with` block (or `close()`) restores `requires_grad` flags and modes. So does opening another session
+    on the same model.
     """
 
     def __init__(
@@ -83,24 +83,26 @@ class Session:
         correct: bool = True,
         clock: Watch | None = None,
     ) -> None:
-        """`model` may be in DistributedDataParallel, or sharded by `fully_shard`. `engine` names how steps run, or lets one
-        rule pick ("auto"). `cache` is how many bytes of features may be kept by sample, or a `Features`. `probe` are batches on
-        which units are scored, in place of the one at hand. `prefix_dtype` is what the frozen part before the first trained
-        layer computes in. `profile` is a saved measurement to use instead of measuring; without it, what an earlier run kept in
-        the cache folder is used (unless `PLIANT_PROFILES=off`). `undo` keeps what `delta` and `rollback` need. `clock` replaces
-        the device's clock in a simulation.
+        """`model` may be wrapped in DistributedDataParallel, or sharded by `fully_shard`. `policy` is what a recipe returns.
 
-        `norm` says which batch norms use the statistics of each batch: those that are chosen ("chosen"), none ("frozen"), or
-        as the model's own modes say ("as-is"). "auto" is the rule of the recipe, or else "chosen", unless batches are small and
-        resemble the data of the running statistics. Where everything is chosen without a budget, norms run as in plain
-        training. With "auto", running statistics that the first batches show to be of another world are re-estimated.
-
-        `on_nan` says what happens to a step with gradients that are not finite: the optimizer does not take it ("skip"), an
-        error says so ("raise"), or it is taken ("ignore"). By default it is skipped on the CPU, and taken elsewhere: to look
-        would make every step wait for the device, and none could be captured. A GradScaler always skips it.
-
-        `correct` changes the selection within a round where measured steps miss the time that was asked, or take more memory.
-        Selections then depend on measurements; without it, on the profile and the seed alone.
+        - `engine`: how steps run, such as "plain" or "lean". "auto" follows one fixed rule.
+        - `norm`: which batch norms use batch statistics: those of chosen layers ("chosen"), none ("frozen"), or as the
+          modules' modes say ("as-is"). "auto" is the rule of the recipe. If it has none, it is "chosen", or "frozen" if batches
+          are small and like the pretraining data. It also replaces running statistics that do not fit the first batches.
+        - `clip`, `scaler`, `accumulate`: gradient clipping by norm, a GradScaler, and batches per optimizer step.
+        - `on_nan`: a step with gradients that are not finite is skipped ("skip"), an error ("raise") or taken ("ignore"). By
+          default it is skipped on the CPU. Elsewhere it is taken, since to check would make every step wait for the device.
+        - `steps_per_epoch`, `total_steps`: optimizer steps of an epoch and of the run. `fit` knows them.
+        - `cache`: bytes for the outputs of frozen layers, kept by sample id, such as "2GB"; or a `Features`.
+        - `probe`: batches on which units are scored, instead of the current one.
+        - `prefix_dtype`: in which the frozen layers before the first trained one are computed.
+        - `log`: the file of the run log.
+        - `profile`: a saved profile to use instead of measuring. Without it, one that an earlier run kept is used (unless
+          `PLIANT_PROFILES=off`). `allow_mismatch` accepts one from other conditions.
+        - `undo`: keep what `delta` and `rollback` need: a copy of every parameter that was chosen.
+        - `correct`: change the selection if measured steps miss the time or memory that was asked. Without it, selections
+          depend on the profile and the seed alone.
+        - `clock`: replaces the device's clock in a simulation.
         """
         arguments.check(model, optimizer, loss, policy)
         features = arguments.features(cache)
@@ -155,12 +157,12 @@ class Session:
 
     @property
     def why_not(self) -> dict[str, str]:
-        """What the engine does not do here, and why."""
+        """What the engine cannot do here ("graphs", "cache", "runtime", …), and why."""
         return self._engine.why_not
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """The optimizer steps of an epoch, where that is known."""
+        """The optimizer steps of an epoch, if known."""
         return self._loop.steps_per_epoch
 
     @steps_per_epoch.setter
@@ -169,7 +171,7 @@ class Session:
 
     @property
     def total_steps(self) -> int | None:
-        """The optimizer steps of the run, where that is known."""
+        """The optimizer steps of the run, if known."""
         return self._loop.total_steps
 
     @total_steps.setter
@@ -195,8 +197,7 @@ class Session:
 
     @property
     def spent(self) -> dict[str, float]:
-        """Seconds of wall time since the session began: in all, and what profiling and choosing took of it; and what a profile
-        from the cache has saved."""
+        """Seconds of wall time since the session began: in all, for profiling, for choosing, and saved by a kept profile."""
         known = self._controller.profile.origin if self._controller.profile is not None else {}
         return {"all": self._loop.time.elapsed, **self._loop.time.spent, "saved": known["took"] if "cached" in known else 0.0}
 
@@ -211,9 +212,9 @@ class Session:
 
     @property
     def budget(self) -> Budget:
-        """What a step may cost. May be set at any moment; one that cannot be kept is refused and the old one stays.
+        """What a step may cost. May be set at any moment. If it cannot be kept, `BudgetError` is raised and the old one stays.
 
-        Before the first step nothing is measured yet; then it is the first step that refuses.
+        Before the first step nothing is measured yet, so the first step raises the error.
         """
         return self.policy.budget
 
@@ -221,12 +222,12 @@ class Session:
     def budget(self, budget: Budget) -> None:
         self._check_open()
         if not isinstance(budget, Budget):
-            raise TypeError(f"budget={budget!r} is no Budget: write Budget(time=0.5).")
+            raise TypeError(f"budget={budget!r} is not a Budget: write Budget(time=0.5).")
         changes.change_budget(self._loop, budget)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The user's optimizer. Another one may be set if it holds what is chosen; values are then probed again."""
+        """The user's optimizer. Another one may be set if it holds what is chosen; units are then scored again."""
         return self._engine.optimizer
 
     @optimizer.setter
@@ -259,15 +260,16 @@ class Session:
 
     @without_dynamo
     def before_step(self, batch: Any, *, method: str = "forward", batches: int | None = None) -> None:
-        """Measure (once), choose again (when due) and apply; your own forward, backward and optimizer step follow. Call it once
-        per optimizer step, before its first batch. `method` is the model's that runs your forward pass. `batches` is how many
-        this step takes: if not `accumulate`, its time says nothing about other steps.
+        """Measure (once), choose (when due) and apply; your own forward, backward and optimizer step follow.
+
+        Call it once per optimizer step, before its first batch. `method` is the method of the model that you call. `batches`
+        is the number of batches of this step, if it is not `accumulate`; its time is then not compared with other steps.
         """
         self._check_open()
         own_loop.before_step(self._loop, batch, method, batches)
 
     def check_gradients(self) -> None:
-        """Raise if processes of a DDP hold different gradients. Steps do it themselves; closures of optimizers must call it."""
+        """Raise if DDP processes hold different gradients. Steps call it themselves; closures of optimizers must call it."""
         self._loop.check_gradients()
 
     @without_dynamo
@@ -281,37 +283,37 @@ class Session:
     ) -> torch.Tensor:
         """Forward and backward of one batch, for a loop whose optimizer step is not the session's. Returns the loss, detached.
 
-        The `first` batch of an optimizer step measures and chooses when due; others of the same step add their gradients.
-        `loss(batch)` takes the place of the session's own, and `backward(loss)` that of the backward pass (as
-        `accelerator.backward`). Clip, step and clear gradients afterwards.
+        The `first` batch of an optimizer step measures and chooses when due. Pass `first=False` for the others, whose
+        gradients are added. `loss(batch)` replaces the session's loss, and `backward(loss)` replaces `loss.backward()`
+        (`accelerator.backward`, for example). Clip, step and clear gradients afterwards.
         """
         self._check_open()
         return own_loop.backward(self._loop, batch, loss, backward, first)
 
     def estimate_norms(self, batches: Iterable[Any]) -> None:
-        """Replace the running statistics of batch norms by the mean over these batches, by forward passes of the loss alone.
+        """Replace the running statistics of batch norms by the mean over these batches. Only forward passes are run.
 
-        With `norm="auto"` a session does this by itself over its first batches, where they are of another world. `rollback`
-        brings the old statistics back.
+        With `norm="auto"` a session does this by itself if its first batches do not fit the statistics. `rollback` brings the
+        old ones back.
         """
         self._check_open()
         self._loop.note(self._loop.norms.estimate(partial(self.loss, self.model, batch) for batch in batches))
 
     def fit(self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None) -> list[float]:
-        """Train up to epoch `epochs`, counted from the session's first step; a resumed session goes on where it stopped.
+        """Train up to epoch `epochs`, counted from the session's first step. A resumed session goes on where it stopped.
 
-        Returns the mean loss of each epoch that it ran. A loader without a length (that of an `IterableDataset`) is read to
-        its end in every epoch; a session that knows `steps_per_epoch` reads no more than that.
+        Returns the mean loss of each epoch that it ran. A loader without a length, such as that of an `IterableDataset`, is
+        read to its end in every epoch, or up to `steps_per_epoch` if that is known.
         """
         return fit(self._loop, self.step, loader, epochs, on_step)
 
     @property
     def caches(self) -> bool:
-        """Whether the results of the prefix are kept by sample, as far as is known."""
+        """Whether the outputs of the frozen prefix are kept by sample, as far as is known."""
         return self._engine.caches
 
     def compute(self, function: Loss, batch: Any, ids: Any = None) -> torch.Tensor:
-        """function(model, batch), detached, from the same cached features as steps: to inspect training between steps."""
+        """function(model, batch), detached, with the feature cache if there is one: to look at outputs between steps."""
         self._check_open()
         if not self.caches:
             with torch.no_grad():
@@ -320,15 +322,12 @@ class Session:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this session is closed: the model is as it was found. Open another one.")
+            raise RuntimeError("this session is closed, and the model is no longer changed by it. Open a new Session.")
 
     # ------------------------------------------------------------ save, resume, undo, leave
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what happens next, in plain types.
-
-        The model, the optimizer and the random states are saved beside it; `save` does all of that.
-        """
+        """The state of the session, in plain types. Model, optimizer and random states are not in it: see `save`."""
         return resume.state_of(self._loop)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -337,9 +336,9 @@ class Session:
         resume.load_into(self._loop, state)
 
     def save(self, path: str | os.PathLike[str], beside: Any = None) -> None:
-        """Model, optimizer, scaler, session and random states in one file, written aside and then renamed.
+        """Save model, optimizer, scaler, session and random states in one file, which is written completely or not at all.
 
-        `beside` is whatever of your own belongs with them, as tensors and plain types: `load` returns it.
+        `beside` is anything of your own to save with them, made of tensors and plain types. `load` returns it.
         """
         state = self.state_dict()
         self._loop.log.flush()  # a checkpoint is never ahead of the log
@@ -358,9 +357,9 @@ class Session:
         return saved.get("beside")
 
     def delta(self, path: str | os.PathLike[str] | None = None) -> dict[str, torch.Tensor]:
-        """What differs from the start, by state-dict name, in its new values; with `path` also as a safetensors file.
+        """The tensors that differ from the start, by state-dict name; with `path` also as a safetensors file.
 
-        `model.load_state_dict(load_file(path), strict=False)` brings a fresh copy of the start to where this model is.
+        `model.load_state_dict(load_file(path), strict=False)` applies it to a copy of the model as it was at the start.
         """
         changed = self._undoable().changed()
         if path is not None:
@@ -376,7 +375,7 @@ class Session:
 
     def _undoable(self) -> Undo:
         if self._undo is None:
-            raise RuntimeError("this session keeps nothing to go back to: it was opened with undo=False.")
+            raise RuntimeError("this session keeps no copies for delta and rollback. Open it with undo=True (not with FSDP2).")
         return self._undo
 
     def close(self) -> None:

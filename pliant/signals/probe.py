@@ -70,7 +70,7 @@ def probe(
     if ranks.shards and (signal.needs == "activation" or sliced or type(optimizer) not in ELEMENTWISE):
         what = "the Fisher potential" if signal.needs == "activation" else "the value of channels"
         what = what if signal.needs == "activation" or sliced else f"the update of {type(optimizer).__name__}"
-        raise ValueError(f"{what} cannot be computed from parameters that fully_shard has spread: use another, or DDP.")
+        raise ValueError(f"{what} cannot be computed from shards of fully_shard. Use another recipe or optimizer, or DDP.")
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
     chances = np.random.default_rng([seed, round]).random(len(names))

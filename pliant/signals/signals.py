@@ -41,8 +41,8 @@ class Signal:
 def update_gain() -> Signal:
     """The first-order drop of the loss from this parameter's own next update: −Σ g·Δw (of complex numbers, Re(ḡ·Δw)).
 
-    Δw is what the user's optimizer would do from a fresh state. With the optimizer's own state, units that were chosen for long
-    could not be compared with units that were not. ElasticTrainer, arXiv 2312.14227.
+    Δw is the update of the user's optimizer from a fresh state. With its current state, units that have trained for long could
+    not be compared with others. ElasticTrainer, arXiv 2312.14227.
     """
 
     def worth(seen: Seen) -> torch.Tensor:
@@ -66,12 +66,12 @@ def grad_norm() -> Signal:
 
 
 def alignment(window: int = 20) -> Signal:
-    """The cosine of a tensor's new step down its gradient and its way since the window began; 0 at the beginning.
+    """The cosine between the negative gradient of a tensor and its change since the window began; 0 at the beginning.
 
-    A window has so many probes. Its beginning is not saved: a run that is resumed begins a new one. GALA, arXiv 2404.03784.
+    A window lasts for `window` probes. It is not saved: a resumed run begins a new one. GALA, arXiv 2404.03784.
     """
     if window < 2:
-        raise ValueError(f"alignment(window={window}): at least two probes.")
+        raise ValueError(f"alignment(window={window}): a window needs at least 2 steps.")
     anchors: dict[str, torch.Tensor] = {}
     probes: dict[str, int] = {}
 
@@ -94,12 +94,12 @@ def weight_norm() -> Signal:
 
 
 def nearness() -> Signal:
-    """1 / (1 + depth): the nearer to the loss, the more. Reads no data."""
+    """1 / (1 + depth): units near the loss are worth more. Reads no data."""
     return Signal("nearness", lambda seen: torch.tensor([1.0 / (1 + seen.depth)]), needs="nothing")
 
 
 def random() -> Signal:
-    """A random number per parameter, new each round: the control that a signal must beat."""
+    """A random number per parameter, new each round: the baseline that a signal must beat."""
     return Signal("random", lambda seen: torch.tensor([seen.chance]), needs="nothing")
 
 

@@ -1,8 +1,9 @@
-"""Every example runs in its quick form, and the notebook's outputs are there."""
+"""Every example runs in its quick form, what a newcomer pastes first runs as it is, and the notebook's outputs are there."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,17 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert SAYS[name] in done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_example_runs_as_it_is_pasted(page: str, tmp_path: Path) -> None:
+    """With its own budget: one below the floor of its network would be refused."""
+    text = (EXAMPLES.parent / page).read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_notebook_runs_and_holds_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

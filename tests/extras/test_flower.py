@@ -142,7 +142,7 @@ def unreadable(reply: Message, content: bytes, raw: bool) -> None:
     ("tamper", "reason"),
     [
         (partial(spoil, name="head.bias", array=np.zeros(4, np.float32)), "has shape"),
-        (partial(spoil, name="code", array=np.zeros(4, np.float32)), "no tensor of the model"),
+        (partial(spoil, name="code", array=np.zeros(4, np.float32)), "not a tensor of the model"),
         (partial(spoil, name="head.bias", array=np.full(3, np.nan, np.float32)), "not finite"),
         (partial(spoil, name="head.bias", array=np.full(3, 1e9, np.float32)), "times the norm"),
         (partial(unreadable, content=b"no array at all", raw=True), "cannot be read"),

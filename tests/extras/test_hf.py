@@ -197,7 +197,7 @@ def test_wrong_use_is_refused_before_the_first_step(tmp_path: Path) -> None:
         given = {"train_dataset": texts(), "policy": recipes.full(), **changes}
         return PliantTrainer(gpt2() if model is None else model, arguments(tmp_path), **given)
 
-    with pytest.raises(TypeError, match="is no Policy"):
+    with pytest.raises(TypeError, match="is not a Policy"):
         trainer(policy="full")
     with pytest.raises(ValueError, match="wrapped by DataParallel"):
         trainer(nn.DataParallel(gpt2()))

@@ -133,7 +133,7 @@ def test_engines_run_inside_of_training_step(engine: str, tmp_path: Path) -> Non
 def test_wrong_use_is_refused_before_the_first_step(tmp_path: Path) -> None:
     from pliant.integrations.lightning import PliantCallback
 
-    with pytest.raises(TypeError, match="is no Policy"):
+    with pytest.raises(TypeError, match="is not a Policy"):
         PliantCallback("full")
     with pytest.raises(ValueError, match=r"Trainer\(accumulate_grad_batches="):
         PliantCallback(recipes.full(), accumulate=2)

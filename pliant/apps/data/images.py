@@ -183,7 +183,9 @@ def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
             )
     if "bits" in held:
         if not held["bits"].shape[1] or held["bits"].dtype != np.uint8:
-            raise ImageError(f"{file!r} is not a packed set of images: 'bits' are no bytes, or drawings without a pixel.")
+            raise ImageError(
+                f"{file!r} is not a packed set of images: 'bits' are not bytes, or have no pixels. Pack the set again."
+            )
         images = _drawn(held["bits"], size)
     else:
         data, offset = held["data"], held["offset"]

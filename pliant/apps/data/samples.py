@@ -99,7 +99,7 @@ def unlabelled(paths: Iterable[str | os.PathLike[str]], kind: str, input_column:
             tell_ignored(path, [file for file in inside if not _fits(file, kind)], _FILES[kind])
             sources += mine
         elif not path.exists():
-            raise DataError(f"{os.fspath(path)!r} is not there.")
+            raise DataError(f"{os.fspath(path)!r} is not there. Check the path.")
         else:
             sources.append(path)
     return Samples(kind, sources, [str(one) for one in sources])
@@ -107,7 +107,7 @@ def unlabelled(paths: Iterable[str | os.PathLike[str]], kind: str, input_column:
 
 def _lines(path: Path) -> list[str]:
     if not path.exists():
-        raise DataError(f"{os.fspath(path)!r} is not there.")
+        raise DataError(f"{os.fspath(path)!r} is not there. Check the path.")
     if path.is_dir():
         raise DataError(f"{os.fspath(path)!r} is a folder: give a table (.csv, .tsv) or a file with one text per line.")
     try:

@@ -129,7 +129,7 @@ def _outline(batch: Any) -> Hashable:
     """A batch without its values: its structure, the shape and dtype of each tensor, and everything else by value."""
     if isinstance(batch, torch.Tensor):
         if batch.layout != torch.strided or type(batch) not in (torch.Tensor, nn.Parameter):
-            raise Refused(f"the batch holds a {type(batch).__name__} that is no ordinary tensor")
+            raise Refused(f"the batch holds a {type(batch).__name__} that is not a plain tensor")
         return tuple(batch.shape), batch.dtype, batch.stride(), batch.requires_grad
     if batch is None or isinstance(batch, (int, float, str, bytes)):
         return batch

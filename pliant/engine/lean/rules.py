@@ -1,7 +1,7 @@
-"""How each torch function runs under the lean engine, so that it saves no more than its gradients need.
+"""What the lean engine saves for backward: one rule for each torch function, such as `_convolution`.
 
-What each operation has to save is in the table `graph/saved_tensors`; here is how that is done. A rule runs a function in
-place of PyTorch: (the pass, the function, its arguments, its keyword arguments) → its result.
+A rule runs the function in place of PyTorch: (the pass, the function, its arguments, its keyword arguments) → its result. The
+table `graph/saved_tensors` lists the same operations for the prediction of memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Packing = Callable[..., Pack | None]  # the arguments of a call → how to pack 
 
 
 def _convolution(current: LeanPass, func: Any, args: Any, kwargs: Any) -> Any:
-    """The input is needed for the weight's gradient alone; a frozen weight leaves its shape."""
+    """Only the gradient of the weight needs the input. If the weight is frozen, the input's shape is saved in its place."""
     input, weight, bias, *_ = args if not kwargs and len(args) > 2 else _layer_arguments(*args, **kwargs)
     if weight.requires_grad or not (input.requires_grad or (bias is not None and bias.requires_grad)):
         return func(*args, **kwargs)

@@ -16,15 +16,15 @@ _FIRST = 4 << 20  # bytes of the first chunk; each further one is seven times al
 
 
 class Features:
-    """Rows of tensors by sample id, never more bytes of them than `limit` (bytes, or text like "2GB").
+    """A feature cache: outputs of the frozen prefix by sample id, in at most `limit` bytes (a number, or text like "2GB").
 
-    When the limit is reached, rows stay and new ones are not stored. An epoch visits every sample in turn, so the oldest row is
-    the one needed next, and evicting it would leave no hits. `bytes` is allocated for rows; the table of ids takes about a
-    hundred bytes for each sample. `stored` counts the samples that were stored, `hits` those found, `misses` those that were
-    not: all samples of a batch if one of them is missing.
+    When the limit is reached, no more samples are stored, and none is removed: an epoch visits every sample in turn, so the
+    oldest one is needed next. `bytes` is the memory of the rows; the table of ids takes about a hundred bytes per sample.
+    `stored` counts the samples that were stored, `hits` those that were found, and `misses` all samples of batches with a
+    missing one.
 
-    `half=True` keeps floats wider than two bytes in bfloat16, and returns them in their own dtype, rounded to eight bits. Not
-    float16: its range ends at 65504, and a larger activation would become infinity.
+    `half=True` keeps floats in bfloat16 and returns them in their own dtype. (In float16, activations above 65504 would become
+    infinity.)
 
     >>> features = Features("1MB")
     >>> features.begin("up to layer 3")

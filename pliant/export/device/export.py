@@ -129,7 +129,7 @@ def _candidate(
 
     def graph_of(selection: Selection) -> tuple[Any, int]:
         if not selection.parts:
-            raise ExportError("the selection is empty: there is nothing to train.")
+            raise ExportError("the selection is empty: there is nothing to train. Choose at least one unit.")
         step, _ = prepared(model, loss, batch, selection.parts, int8)
         program = joint(step)
         shrink_(program)

@@ -98,7 +98,7 @@ def read_delta(path: str | os.PathLike[str]) -> tuple[dict[str, torch.Tensor], d
             raise ValueError("format")
         slices = {name: (int(dim), [int(i) for i in index]) for name, (dim, index) in json.loads(about["slices"]).items()}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ExportError(f"{os.fspath(path)!r} is no delta of an exported program: {error}.") from error
+        raise ExportError(f"{os.fspath(path)!r} is not a delta of an exported program: {error}.") from error
     return tensors, slices
 
 

@@ -30,7 +30,7 @@ def refusal(
     moved = 0.0
     for name, tensor in update.tensors.items():
         if name not in model:
-            return f"{name!r} is no tensor of the model"
+            return f"{name!r} is not a tensor of the model"
         if tensor.shape != model[name].shape:
             return f"{name!r} has shape {tuple(tensor.shape)}, not {tuple(model[name].shape)}"
         if tensor.dtype != model[name].dtype:

@@ -164,7 +164,9 @@ class Federation:
                 if there is None or here is None or there.shape != here.shape or there.dtype != here.dtype:
                     raise ValueError(f"it is of another model: {name!r} differs")
         except ValueError as error:
-            raise ValueError(f"{str(path)!r} is no state of this federation: {error}. Move it away to begin anew.") from error
+            raise ValueError(
+                f"{str(path)!r} is not a state of this federation: {error}. Move it away to begin anew."
+            ) from error
         self.round, self.model = state["round"], state["model"]
         self.abilities = {client: from_json(Ability, text) for client, text in state["abilities"].items()}
         self.importance, self.memory, self.history = state["importance"], state["memory"], state["history"]

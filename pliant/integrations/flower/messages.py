@@ -86,11 +86,13 @@ def from_json(kind: type[_Message], text: str) -> _Message:
     known = {f.name for f in fields(kind)}
     if not isinstance(given, dict) or not set(given) <= known:
         strange = sorted(set(given) - known) if isinstance(given, dict) else given
-        raise ValueError(f"this is no {kind.__name__}: unknown {strange!r}. Use one version of Pliant on server and clients.")
+        raise ValueError(
+            f"this is not a {kind.__name__}: unknown {strange!r}. Use one version of Pliant on server and clients."
+        )
     try:
         return kind(**{name: _frozen(value) for name, value in given.items()})
     except TypeError as error:
-        raise ValueError(f"this is no {kind.__name__}: {error}.") from error
+        raise ValueError(f"this is not a {kind.__name__}: {error}.") from error
 
 
 def _frozen(value: Any) -> Any:

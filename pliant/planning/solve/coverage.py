@@ -17,26 +17,24 @@ _STARTS = 16  # with more units, choices are grown from as many depths
 def coverage(discount: float | None = None, power: float = 0.25) -> Solver:
     """A chosen layer counts for itself and, with a discount per layer of distance, for its neighbours.
 
-    What one layer learns, the next need not learn again. So a unit counts in full where it is chosen; elsewhere the best chosen
-    unit near it counts for it, by no more than it is worth itself:
+    What one layer learns, the next need not learn again. So a chosen unit counts in full. For a unit that is not chosen, the
+    best chosen unit near it counts, by no more than the unit is worth itself:
 
         Σ_u max over chosen c of min(v_u, v_c) · discount^|u − c|,    v = value^power
 
     The fourth root (`power`) brings values nearer to each other: a unit that is worth 16 times as much as another counts twice.
     With `discount` 0 the roots add up. The larger the discount, the less a second unit adds beside a first: fewer layers are
-    chosen, and they reach further from the loss. None: 0.8 where batch norms use running statistics, and 0 where they use those
-    of the batch (docs/notebook.md has the measurements). Only positive values count.
+    chosen, and they reach further from the loss. The default is 0.8 if batch norms use running statistics, and 0 if they use
+    batch statistics (docs/notebook.md has the measurements). Only positive values count.
 
-    Any number of limits, at true prices. Up to 12 units, every choice is tried, so the answer is the best one. With more,
-    choices are grown unit by unit, by what adds most for its price. Growth starts from what is always chosen, and from that
-    with one more unit at each of 16 depths. Then single units are replaced by others for as long as that is better.
+    It keeps any number of limits. Up to 12 units, every choice is tried, so the answer is the best one. With more, it adds unit
+    by unit the one that gains most for its price. It starts from what is always chosen, and from that with one more unit at
+    each of 16 depths. Then it replaces single units by others as long as that is better.
     """
     if discount is not None and not 0 <= discount < 1:
-        raise ValueError(f"coverage(discount={discount}): from 0, where values add up, to less than 1.")
+        raise ValueError(f"coverage(discount={discount}): must be 0 (values add up) or more, and less than 1.")
     if not 0 <= power <= 1:
-        raise ValueError(
-            f"coverage(power={power}): from 0, where all units count the same, to 1, where values are as they are."
-        )
+        raise ValueError(f"coverage(power={power}): must be from 0 (all units count the same) to 1 (values count as they are).")
 
     def solve(problem: Problem) -> Mask:
         everything = everything_fits(problem)

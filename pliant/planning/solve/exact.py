@@ -27,11 +27,13 @@ def knapsack(bins: int = 10_000) -> Solver:
     """
 
     if bins < 1:
-        raise ValueError(f"knapsack(bins={bins}): a table has at least one column.")
+        raise ValueError(f"knapsack(bins={bins}): must be at least 1.")
 
     def solve(problem: Problem) -> Mask:
         if not problem.is_single:
-            raise ValueError("knapsack() keeps one budget at a time; use milp() for several.")
+            raise ValueError(
+                "knapsack() keeps one limit only, and the budget has several: use solve.milp() or solve.coverage()."
+            )
         if (easy := everything_fits(problem)) is not None:
             return easy
         free = problem.free

@@ -52,12 +52,12 @@ def fill(problem: Problem, order: list[int], stop: bool, most: int | None = None
 
 
 def within_layers(solver: Solver, share: float = 0.25) -> Solver:
-    """Layers by another solver, each as its best `share` of channels; then more channels while they fit, of those layers first.
+    """Layers by another solver, each with its best `share` of channels; then more channels that fit, of these layers first.
 
     Units of one layer are those whose names agree up to a bracket ("layer[out 0:8]"); others are layers of their own.
     """
     if not 0 < share <= 1:
-        raise ValueError(f"within_layers(share={share}): more than 0, at most 1.")
+        raise ValueError(f"within_layers(share={share}): must be more than 0 and at most 1.")
 
     def solve(problem: Problem) -> Mask:
         layers: dict[str, list[int]] = {}
@@ -102,7 +102,7 @@ def _members(problem: Problem, units: list[int], best: list[int]) -> list[int]:
 
 
 def fixed(*globs: str) -> Solver:
-    """Always the units whose names match; budgets are ignored here (a choice over its budget is still refused)."""
+    """Always the units whose names match. It ignores limits: if the choice exceeds one, `plan` raises `BudgetError`."""
 
     def solve(problem: Problem) -> Mask:
         chosen = problem.always.copy()

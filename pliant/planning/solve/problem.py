@@ -1,4 +1,4 @@
-"""The problem that every solver solves."""
+"""The problem that every solver solves: values, prices and limits. `planning/constraints` makes its rows from a budget."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SLACK = 1e-9  # relative; what rounding in a sum of floats may add
 class Problem:
     """Choose units of the most value so that every limit holds.
 
-    Units are in order, nearest the loss first. Charge j costs `price[:, j]` and is due when a unit of `needed[j]` is chosen;
-    `limits` are those of a step less its forward pass. There is one row per limited resource, but a peak (bytes) has one for
-    each moment that may be the highest: `resource` names the resource of each row (None: all differ). `round` and `seed` make
-    random choices repeatable; `done` is the share of the run that is done, where its length is known.
+    Units are in order, nearest the loss first. Charge j costs `price[:, j]` and is due when a unit of `needed[j]` is chosen.
+    `limits` are those of a step less its forward pass. There is one row per limited resource, and for memory one row per
+    moment of a step. `resource` names the resource of each row (None: all differ). `round` and `seed` make random choices
+    repeatable. `done` is the share of the run that is done, if its length is known.
     """
 
     names: tuple[str, ...]

@@ -12,7 +12,7 @@ from pliant.planning.solve.problem import SLACK, Mask, Problem, Solver
 
 @dataclass(frozen=True)
 class Rotating:
-    """A solver that chooses by round, not by value. A choice of it is never added to or taken from: the next is a fresh one."""
+    """A solver that chooses by round, not by value. Its selections are never corrected by adding or removing units."""
 
     choose: Solver
 
@@ -27,7 +27,7 @@ def sample(k: int | None = None) -> Solver:
     """
 
     if k is not None and k < 1:
-        raise ValueError(f"sample(k={k}): a draw holds at least one unit.")
+        raise ValueError(f"sample(k={k}): must be at least 1 unit.")
 
     def solve(problem: Problem) -> Mask:
         free = problem.reached & ~problem.always & problem.allowed
@@ -38,12 +38,14 @@ def sample(k: int | None = None) -> Solver:
 
 
 def cycle(k: int = 1, order: str = "descending") -> Solver:
-    """The next `k` units each round, and around again: "descending" from the loss to the input, "ascending" from the input
-    on, or "random", in another order each time around. Units that the loss does not depend on are left out.
+    """The next `k` units each round, in turn. Units that the loss does not depend on are left out.
+
+    The `order` is "descending" (from the loss to the input), "ascending" (from the input to the loss) or "random", which is new
+    in each cycle.
     """
 
     if k < 1:
-        raise ValueError(f"cycle(k={k}): a round holds at least one unit.")
+        raise ValueError(f"cycle(k={k}): must be at least 1 unit.")
     if order not in ("descending", "ascending", "random"):
         raise ValueError(f"cycle(order={order!r}): choose 'descending', 'ascending' or 'random'.")
 
@@ -74,18 +76,18 @@ def with_ends(solver: Solver) -> Solver:
 
 
 def freeze(start: float = 0.8, cubed: bool = True) -> Solver:
-    """All units at first; then they leave for good, one after another from the input on. FreezeOut, arXiv 1706.04983.
+    """All units at first; then they freeze for good, one after another from the input on. FreezeOut, arXiv 1706.04983.
 
-    Of the L units that are not always chosen, number i from the input (counted from 0) leaves when
-    t_i = start + (1 − start)·i/L of the run is done; with `cubed`, when t_i³ is. Units that the loss does not depend on are not
-    chosen.
+    Of the L units that are not always chosen, number i from the input (counted from 0) freezes when
+    t_i = start + (1 − start)·i/L of the run is done; with `cubed`, when t_i³ is. Units that the loss does not depend on are
+    never chosen.
     """
     if not 0 <= start < 1:
-        raise ValueError(f"freeze(start={start}): the first unit leaves after a share of the run, at least 0 and less than 1.")
+        raise ValueError(f"freeze(start={start}): a share of the run, 0 or more, and less than 1.")
 
     def solve(problem: Problem) -> Mask:
         if problem.done is None:
-            raise ValueError("freezing layer by layer needs the length of the run: give Session total_steps=…, or use fit().")
+            raise ValueError("freezing layer by layer needs the length of the run: give Session(total_steps=…), or use fit().")
         others = np.flatnonzero(problem.reached & ~problem.always & problem.allowed)
         from_input = np.arange(len(others))[::-1]
         leave_at = (start + (1 - start) * from_input / max(len(others), 1)) ** (3 if cubed else 1)

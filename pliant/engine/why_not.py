@@ -1,4 +1,4 @@
-"""What the engine does not do, each reason told once."""
+"""`session.why_not`: what the engine does not do here, and why. Each reason is reported once."""
 
 from __future__ import annotations
 
