@@ -159,6 +159,16 @@ def test_the_widest_windows_fit_and_one_block_more_does_not() -> None:
     assert drawn(ability, 12.0, rng) == (0, 3) and drawn(ability, 2.0, rng) is None
 
 
+@pytest.mark.parametrize("name", ["depth", "random_windows", "exact_windows"])
+def test_the_fastest_client_trains_the_whole_model_in_its_own_full_round(name: str) -> None:
+    fastest = able(0.47 / 12)
+    assert fastest.round / fastest.steps < fastest.full  # by rounding alone
+    fleet = Federation(MODEL, METHODS[name]())
+    fleet.learn("one", fastest)
+    task = fleet.tasks(["one"])["one"]
+    assert task.exit in (None, 3) and (not task.params or set(task.params) == set(fastest.params(0, 3)))
+
+
 def test_the_window_of_fedel_slides_over_every_block_and_begins_again() -> None:
     backward, window, seen = [2.0] * 7, None, []
     for _ in range(6):
