@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant import BudgetError, solve
+from pliant import BudgetError, Session, solve
 from pliant.core.budget import Progress
 from pliant.core.types import Part, Unit
 from pliant.integrations.flower import (
@@ -220,6 +220,31 @@ def test_time_that_holds_no_more_such_step_goes_to_cheaper_ones() -> None:
         assert pace.slow == slow and not pace.fits() and pace.fits_less() is (slow == 1.0) and due() is (slow == 1.0)
     pace.left = 3.7  # seconds hold a step of two units, which takes 3.6
     assert due() and solver(problem).tolist() == [True, True, False]
+
+
+def test_a_step_may_take_longer_than_the_longest_by_as_much_as_steps_differ() -> None:
+    pace, units = Pace(100.0, lambda units: 2.0 * len(units)), tuple(Unit(name, (Part(name),)) for name in "abc")
+    known = []
+    for trained, seconds in ((units[:1], 8.0), (units[:1], 2.0), (units[:1], 4.0), (units[:2], 9.0), (units[:2], 4.0)):
+        pace.stepped(trained, seconds)
+        known.append((pace.slow, pace.opening))
+    # seconds per price: 4 while choosing, then 1 and 2; 9 s for a step of 4 s or more are due to choosing
+    assert known == [(4.0, 0.0), (4.0, 6.0), (3.0, 6.0), (3.0, 5.0), (3.0, 5.0)]
+    for left, fits in ((12.0, True), (11.9, False)):  # three times the price of two units
+        pace.left = left
+        assert pace.fits() is fits
+
+
+def test_the_time_to_collect_what_changed_is_kept_free(profiles: Profiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, collect, full = SimulatedClock(), Session.delta, profiles.of(local()).full.seconds
+
+    def takes_time(session: Session) -> dict[str, torch.Tensor]:
+        clock.elapsed += 1.5 * full
+        return collect(session)
+
+    monkeypatch.setattr(Session, "delta", takes_time)
+    trained = train_round(local(steps=20), Task(20, 8.2 * full), profiles, clock)
+    assert trained.metrics["seconds"] == pytest.approx(8 * full) and trained.metrics["steps"] == 5
 
 
 def test_a_device_that_is_too_slow_for_a_full_step_trains_some_layers(profiles: Profiles) -> None:

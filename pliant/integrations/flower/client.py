@@ -141,8 +141,8 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     """Train one round as the server asks, inside its budget. The session's selection holds for the whole round.
 
     Where not even the cheapest step fits `seconds / steps`, fewer steps are taken; where not one fits, the round is refused.
-    A round ends at its last step, or before one that may end after the deadline: as long as the longest so far, but for the
-    first one, in which the model is read. Where a probe would leave no time for a step, the last layers that fit train.
+    A round ends at its last step, or before one that may end after the deadline (see `Pace`); the time to collect what changed
+    is measured after the first step. Where a probe would leave no time for a step, the last layers that fit train.
     """
     clock = clock if clock is not None else WallClock()
     profiles = profiles if profiles is not None else Profiles()
@@ -155,7 +155,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     pace = Pace(task.seconds if task.seconds is not None else float("inf"), lambda units: profile.cost(units).seconds)
     policy = _policy(local, task, profile, each, pace)
     losses: list[torch.Tensor] = []
-    planned, chosen = 0.0, set[str]()
+    planned, chosen, after = 0.0, set[str](), 0.0  # `after` the last step: the seconds that it takes to collect what changed
     with Session(
         local.model,
         local.optimizer,
@@ -171,7 +171,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
         for batch in islice(local.batches(task.seed), steps):
             before = clock.elapsed
             if losses and task.stop and task.seconds is not None:
-                pace.left = task.seconds * (1 - clock.margin) - before
+                pace.left = task.seconds - after - before
                 if not pace.fits() and not pace.fits_less():
                     break
             losses.append(session.step(batch))
@@ -179,6 +179,10 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
             pace.stepped(session.selection.units, clock.elapsed - before)
             planned += pace.price
             chosen |= session.selection.params
+            if len(losses) == 1 and task.stop and task.seconds is not None:
+                before = clock.elapsed
+                session.delta()
+                after = clock.elapsed - before
         changed = session.delta()
     seconds = clock.elapsed
     value = float(torch.stack(losses).mean()) if losses else float("nan")

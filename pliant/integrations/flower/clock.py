@@ -9,17 +9,12 @@ import numpy as np
 
 from pliant.core.types import Cost, Unit
 from pliant.cost.profile import Profile
+from pliant.runtime.clock import Watch
 from pliant.session.session import Session
 
 
 class WallClock:
-    """The time that passes. It starts when it is made.
-
-    `margin` is the share of a round that is left for what follows its last step. Without one, 2 of 30 rounds ended late, by
-    less than a hundredth, on a machine with much other work (benchmarks/fleet_server.py).
-    """
-
-    margin = 0.02
+    """The time that passes. It starts when it is made."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -28,7 +23,8 @@ class WallClock:
         """A probe ran."""
 
     def stepped(self, session: Session, profile: Profile) -> None:
-        """A step ran."""
+        """A step was issued: wait until the device has run it."""
+        Watch(next(session.model.parameters()).device).settle()
 
     @property
     def elapsed(self) -> float:
@@ -40,8 +36,6 @@ class SimulatedClock:
 
     The factor is exp(x), x normally distributed around 0 with standard deviation `jitter`. A probe counts as a full step.
     """
-
-    margin = 0.0
 
     def __init__(self, jitter: float = 0.0, seed: int = 0) -> None:
         self._factor = float(np.exp(np.random.default_rng(seed).normal(0.0, jitter))) if jitter else 1.0
