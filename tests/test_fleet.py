@@ -326,6 +326,14 @@ def test_a_round_that_holds_no_step_is_refused(profiles: Profiles) -> None:
         train_round(local(), Task(4, 0.1 * profiles.of(local()).base.seconds), profiles, SimulatedClock())
 
 
+def test_a_round_keeps_to_its_memory(profiles: Profiles) -> None:
+    with pytest.raises(BudgetError, match="more than the limit"):  # everything is asked for, and does not fit
+        train_round(local(), Task(2, memory="1B"), profiles, SimulatedClock())
+    everything = train_round(local(), Task(2, choose="layers"), profiles, SimulatedClock())
+    some = train_round(local(), Task(2, choose="layers", memory=0.6), profiles, SimulatedClock())
+    assert 0 < len(some.tensors) < len(everything.tensors)
+
+
 def test_an_exit_that_the_client_does_not_have_is_an_error(profiles: Profiles) -> None:
     client = replace(local(), exits=(), loss_at=None)
     with pytest.raises(ValueError, match="asks for an exit after block 1"):

@@ -226,7 +226,8 @@ def _policy(local: Local, task: Task, profile: Profile, each: float | None, pace
     params = task.params or ("*",)
     head = tuple(name for name in profile.head if task.params and name not in task.params)
     if task.choose == "all":
-        return replace(recipes.only(*params, *head), budget=Budget(memory=task.memory)) if task.params else recipes.full()
+        everything = recipes.only(*params, *head) if task.params else recipes.full()
+        return replace(everything, budget=Budget(memory=task.memory))
     budget = Budget(time=Absolute(each) if each is not None else None, memory=task.memory)
     gain = blended(signals.update_gain(), task.importance, task.beta)
     if task.choose == "pace":  # never a probe: it may take as long as all the steps
