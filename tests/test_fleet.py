@@ -298,6 +298,16 @@ def test_a_client_says_what_every_window_costs(profiles: Profiles) -> None:
     assert sum(fast.backward) == pytest.approx(fast.windows[0][2] - profiles.of(local()).base.seconds)
 
 
+def test_a_full_step_is_one_of_a_session_not_of_plain_pytorch(profiles: Profiles) -> None:
+    prices = profiles.of(local())
+    other = Profiles({None: replace(prices, plain=replace(prices.full, seconds=1.3 * prices.full.seconds))})
+    other.by_exit |= {exit: profile for exit, profile in profiles.by_exit.items() if exit is not None}
+    able = ability(local(), other)
+    assert able.full == able.window(0, 2) == prices.full.seconds
+    trained = train_round(local(), Task(4, able.round), other, SimulatedClock())
+    assert trained.metrics["steps"] == 4 and trained.metrics["share"] == pytest.approx(1.0)
+
+
 def test_only_what_trained_is_sent_and_blocks_after_the_exit_are_skipped(profiles: Profiles) -> None:
     client = local()
     before = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}

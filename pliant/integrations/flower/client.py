@@ -18,7 +18,7 @@ from pliant.core.types import Part, Unit, match
 from pliant.cost.measure import read_graph, timed
 from pliant.cost.profile import Profile
 from pliant.graph import units
-from pliant.integrations.flower.clock import Clock, WallClock, slowed
+from pliant.integrations.flower.clock import Clock, WallClock, full_step, slowed
 from pliant.integrations.flower.importance import blended
 from pliant.integrations.flower.messages import Ability, Task
 from pliant.integrations.flower.pace import Pace
@@ -121,10 +121,10 @@ def ability(local: Local, profiles: Profiles | None = None) -> Ability:
         windows.append(tuple(row))
     tails = [whole.cost([_unit([name for block in blocks[first:] for name in block])]).seconds for first in range(len(blocks))]
     added = [a - b for a, b in zip(tails, [*tails[1:], whole.base.seconds], strict=True)]
-    full, where = whole.full, next(local.model.parameters()).device
+    where = next(local.model.parameters()).device
     floor = whole.cost([_unit(whole.head)]).seconds
     return Ability(
-        full.seconds,
+        full_step(whole),
         local.steps,
         local.examples,
         tuple(windows),
@@ -132,7 +132,7 @@ def ability(local: Local, profiles: Profiles | None = None) -> Ability:
         blocks,
         exits,
         floor,
-        int(full.bytes),
+        int(whole.full.bytes),
         device_name(where),
     )
 
@@ -149,9 +149,9 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     loss = local.loss_of(task.exit)
     profile = profiles.of(local, task.exit)
     probes = task.choose in ("layers", "tensors") and _needs_probe(task)
-    if probes and task.seconds is not None and task.stop and profile.full.seconds + _least(profile) > task.seconds:
+    if probes and task.seconds is not None and task.stop and full_step(profile) + _least(profile) > task.seconds:
         task, probes = replace(task, choose="last"), False
-    steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
+    steps, each = _pace(task, profile, full_step(profile) if probes else 0.0)
     pace = Pace(task.seconds if task.seconds is not None else float("inf"), lambda units: profile.cost(units).seconds)
     policy = _policy(local, task, profile, each, pace)
     losses: list[torch.Tensor] = []
@@ -192,8 +192,8 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
         "seconds": seconds,
         "asked-seconds": task.seconds if task.seconds is not None else float("inf"),
         "step-seconds": planned / max(len(losses), 1),
-        "full-step-seconds": profiles.of(local).full.seconds,
-        "share": planned / max(len(losses), 1) / profiles.of(local).full.seconds,
+        "full-step-seconds": full_step(profiles.of(local)),
+        "share": planned / max(len(losses), 1) / full_step(profiles.of(local)),
         "trained-bytes": float(sum(t.numel() * t.element_size() for t in changed.values())),
     }
     return Trained(changed, tuple(sorted(chosen)), local.examples, metrics)
@@ -206,7 +206,7 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
     inside = [name for name in task.params if name in set(profile.shapes)] if task.choose == "all" else []
     floor = _least(profile, inside)
     if task.choose == "all" and not task.params:
-        floor = profile.full.seconds
+        floor = full_step(profile)
     left = task.seconds - aside
     if not task.stop:
         return task.steps, max(left / task.steps, floor)
@@ -217,7 +217,7 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
             f"{aside:.4g} s. Give this client at least {floor + aside:.4g} s, or fewer blocks."
         )
     if task.choose == "pace":  # its solver weighs what a step may cost against how many there are
-        return task.steps, max(min(left, profile.full.seconds), floor)
+        return task.steps, max(min(left, full_step(profile)), floor)
     return steps, max(left / steps, floor)
 
 

@@ -44,7 +44,7 @@ class SimulatedClock:
         self._each = 0.0  # seconds of a step that trains these
 
     def probed(self, profile: Profile) -> None:
-        self.elapsed += self._factor * profile.full.seconds
+        self.elapsed += self._factor * full_step(profile)
 
     def stepped(self, session: Session, profile: Profile) -> None:
         if session.selection.units != self._units:
@@ -53,6 +53,11 @@ class SimulatedClock:
 
 
 Clock = WallClock | SimulatedClock
+
+
+def full_step(profile: Profile) -> float:
+    """Seconds of a step that trains everything, as steps run in a session. `profile.full` is one of plain PyTorch."""
+    return profile.cost([profile.everything]).seconds
 
 
 def slowed(profile: Profile, factor: float) -> Profile:
