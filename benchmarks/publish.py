@@ -202,7 +202,10 @@ of one client's round. Accuracies are means over three rounds, then mean and ran
 moments. `fleet_server`: what server and links need; *most change*: the largest update, as a share of the model's norm.""",
         "python benchmarks/fleets.py --alphas 0.1 1 --clients 20 100 --jobs 8; python benchmarks/fleet_kills.py; "
         "python benchmarks/fleet_server.py",
-        ("fleet_digits_cpu", "fleet_spoken_cpu", "fleet_signs_cpu", "fleet_birds_cpu", "fleet_kills_cpu", "fleet_server_cpu"),
+        (
+            *("fleet_digits_cpu", "fleet_spoken_cpu", "fleet_spoken_arm_cpu", "fleet_signs_cpu", "fleet_birds_cpu"),
+            *("fleet_kills_cpu", "fleet_server_cpu"),
+        ),
     ),
     Section(
         "Faults and hostile files",
