@@ -227,6 +227,7 @@ def main() -> None:
 
                 runs.add(replace(fleet, method=PLAIN), None, others)
     runs.finish()
+    runs.pool.shutdown()
     print(table(done))
 
 
