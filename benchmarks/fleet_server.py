@@ -1,6 +1,6 @@
 """What a fleet asks of its server and links: seconds and memory per update, bytes per message, deadlines by the wall clock.
 
-    python benchmarks/fleet_server.py           # about a minute; resumable; bytes of messages need pliant[flower]
+    python benchmarks/fleet_server.py           # about ten minutes; resumable; bytes of messages need pliant[flower]
     python benchmarks/fleet_server.py --quick
 
 What is timed:
@@ -210,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     out, base, profiles = record.out(args, "fleet_server"), Setting(steps=400), Profiles()
-    setting = {"rounds": 2 if args.quick else 10, "tries": 2 if args.quick else 5}
+    setting = {"rounds": 2 if args.quick else 40, "tries": 2 if args.quick else 5}
     cells = [c for c in record.load(out, setting) if c["kind"] not in ("words", "plan")]
     done = {c["kind"] for c in cells}
     able = ability(local(base, 0), profiles)

@@ -134,13 +134,14 @@ def table(cells: list[dict[str, Any]]) -> str:
             goals = [smooth(full[c["seed"]]["accuracy"])[-1] for c in runs]
             times = [time_to(c, goal) for c, goal in zip(runs, goals, strict=True)]
             own = [time_to(full[c["seed"]], goal) or 0.0 for c, goal in zip(runs, goals, strict=True)]
-            shares = [t / o if o else 1.0 for t, o in zip(times, own, strict=True) if t is not None]
+            shares = [t / o for t, o in zip(times, own, strict=True) if t is not None and o]
             late = 100 * sum(c["late"] for c in runs) / max(sum(c["took"] for c in runs), 1)
-            reached = (
-                f"{statistics.mean(shares):.2f} ({min(shares):.2f}–{max(shares):.2f})"
-                if len(shares) == len(runs)
-                else (f"reached in {len(shares)} of {len(runs)} runs")
-            )
+            if not all(own):
+                reached = "FedAvg learns nothing"  # it ends no higher than it began
+            elif len(shares) == len(runs):
+                reached = f"{statistics.mean(shares):.2f} ({min(shares):.2f}–{max(shares):.2f})"
+            else:
+                reached = f"reached in {len(shares)} of {len(runs)} runs"
             final = f" (ends at {100 * statistics.mean(goals):.1f})" if method == PLAIN else ""
             lines.append(
                 f"| {method} | {statistics.mean(halves):.1f} ({min(halves):.1f}–{max(halves):.1f}){final} | {reached} "
@@ -226,6 +227,7 @@ def main() -> None:
 
                 runs.add(replace(fleet, method=PLAIN), None, others)
     runs.finish()
+    runs.pool.shutdown()
     print(table(done))
 
 

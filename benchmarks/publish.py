@@ -1,8 +1,8 @@
 """Writes the measured tables into the documents: `python benchmarks/publish.py`.
 
 `docs/results.md` is assembled from the tables in `benchmarks/results/`, with hardware, versions, date and command; so is
-`docs/models.md`, from one of them. The table in the README is cut out of another. A test compares these documents with what
-this script would write.
+`docs/models.md`, from one of them. The tables in the README and in `docs/fleets.md` are cut out of others. A test compares
+these documents with what this script would write.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table -->\n).*?(<!-- end -->)", re.DOTALL)
+FLEETS = re.compile(r"(<!-- (?P<column>accuracy|time): (?P<tasks>[a-z, ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FACTS = re.compile(r"hardware (?P<hardware>.+?), python \S+, torch (?P<torch>[^,]+),.* date (?P<date>\S+)$")
 
 # The README's table: file, section, method, and what the README calls it.
@@ -23,6 +24,14 @@ README_ROWS = (
     ("transfer_arm_cpu", "mobilenet_v2/cub", "pliant 0.4", "bird species: **pliant**, `time=0.4`"),
     ("transfer_arm_cpu", "mobilenet_v2/gtsrb", "full", "traffic signs: full fine-tuning"),
     ("transfer_arm_cpu", "mobilenet_v2/gtsrb", "pliant 0.4", "traffic signs: **pliant**, `time=0.4` (we lose)"),
+)
+
+
+# The tables of docs/fleets.md: columns of the fleet files, and methods in the order of their rows.
+FLEET_COLUMNS = {"accuracy": "accuracy at half of FedAvg's time", "time": "time to its final accuracy"}
+FLEET_METHODS = (
+    *("fedavg", "pliant", "fewer_steps", "last_layers", "elastic_trainer", "fedel", "fedel_stopped"),
+    *("drop_stragglers", "depth", "random_windows", "exact_windows"),
 )
 
 
@@ -193,7 +202,10 @@ of one client's round. Accuracies are means over three rounds, then mean and ran
 moments. `fleet_server`: what server and links need; *most change*: the largest update, as a share of the model's norm.""",
         "python benchmarks/fleets.py --alphas 0.1 1 --clients 20 100 --jobs 8; python benchmarks/fleet_kills.py; "
         "python benchmarks/fleet_server.py",
-        ("fleet_digits_cpu", "fleet_spoken_cpu", "fleet_signs_cpu", "fleet_birds_cpu", "fleet_kills_cpu", "fleet_server_cpu"),
+        (
+            *("fleet_digits_cpu", "fleet_spoken_cpu", "fleet_spoken_arm_cpu", "fleet_signs_cpu", "fleet_birds_cpu"),
+            *("fleet_kills_cpu", "fleet_server_cpu"),
+        ),
     ),
     Section(
         "Faults and hostile files",
@@ -297,6 +309,44 @@ def readme(text: str) -> str:
     return BLOCK.sub(lambda found: found[1] + "\n".join(rows) + "\n" + found[2], text)
 
 
+def fleets(text: str) -> str:
+    """docs/fleets.md with its tables filled in."""
+
+    def table(found: re.Match[str]) -> str:
+        tasks, column = found["tasks"].split(", "), FLEET_COLUMNS[found["column"]]
+        several = len(tasks) > 1  # of 20 clients each
+        fleets = {
+            f"{task}, {head.removeprefix('20 clients, ')}" if several else head: rows
+            for task in tasks
+            for head, rows in fleet_rows(task).items()
+        }
+        lines = ["| method | " + " | ".join(fleets) + " |", "|---" * (1 + len(fleets)) + "|"]
+        for method in FLEET_METHODS:
+            if not any(method in rows for rows in fleets.values()) or (method, found["column"]) == ("fedavg", "time"):
+                continue
+            each = [fleet_figure(rows[method], column) if method in rows else "–" for rows in fleets.values()]
+            lines.append(f"| `{method}` | " + " | ".join(each) + " |")
+        return found[1] + "\n".join(lines) + "\n" + found[4]
+
+    return FLEETS.sub(table, text)
+
+
+def fleet_rows(task: str) -> dict[str, dict[str, dict[str, str]]]:
+    """The rows of a fleet file: by fleet, then by method, then by column."""
+    _, *found = re.split(r"^\*\*(.+)\*\*$", "\n" + parts(f"fleet_{task}_cpu")[2], flags=re.MULTILINE)
+    fleets = {}
+    for head, table in zip(found[::2], found[1::2], strict=True):
+        columns, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+        fleets[head.removesuffix(", 20 in each round")] = {row[0]: dict(zip(columns, row, strict=True)) for row in rows}
+    return fleets
+
+
+def fleet_figure(row: dict[str, str], column: str) -> str:
+    """One cell: mean (range), the mean alone where there is one run."""
+    figure = re.sub(r" \(ends at (\S+)\)", r"; ends at \1", row[column]).removeprefix("reached ")
+    return re.sub(r" \(\S+–\S+\)", "", figure) if row["runs"] == "1" else figure
+
+
 def cells(name: str, section: str, method: str) -> dict[str, str]:
     """One row of a result file, by column."""
     _, _, after = parts(name)[2].partition(f"### {section}\n")
@@ -308,5 +358,5 @@ def cells(name: str, section: str, method: str) -> dict[str, str]:
 if __name__ == "__main__":
     (ROOT / "docs" / "results.md").write_text(results(), encoding="utf-8")
     (ROOT / "docs" / "models.md").write_text(models(), encoding="utf-8")
-    page = ROOT / "README.md"
-    page.write_text(readme(page.read_text("utf-8")), encoding="utf-8")
+    for page, filled in ((ROOT / "README.md", readme), (ROOT / "docs" / "fleets.md", fleets)):
+        page.write_text(filled(page.read_text("utf-8")), encoding="utf-8")

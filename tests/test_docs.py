@@ -70,5 +70,8 @@ def test_the_published_tables_are_the_measured_ones() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- table -->" in text
     assert publish.readme(text) == text
+    text = (ROOT / "docs" / "fleets.md").read_text(encoding="utf-8")
+    assert len(publish.FLEETS.findall(text)) == 4
+    assert publish.fleets(text) == text
     assert publish.results() == (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert publish.models() == (ROOT / "docs" / "models.md").read_text(encoding="utf-8")

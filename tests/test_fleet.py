@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant import BudgetError, solve
+from pliant import BudgetError, Session, solve
 from pliant.core.budget import Progress
 from pliant.core.types import Part, Unit
 from pliant.integrations.flower import (
@@ -159,6 +159,16 @@ def test_the_widest_windows_fit_and_one_block_more_does_not() -> None:
     assert drawn(ability, 12.0, rng) == (0, 3) and drawn(ability, 2.0, rng) is None
 
 
+@pytest.mark.parametrize("name", ["depth", "random_windows", "exact_windows"])
+def test_the_fastest_client_trains_the_whole_model_in_its_own_full_round(name: str) -> None:
+    fastest = able(0.47 / 12)
+    assert fastest.round / fastest.steps < fastest.full  # by rounding alone
+    fleet = Federation(MODEL, METHODS[name]())
+    fleet.learn("one", fastest)
+    task = fleet.tasks(["one"])["one"]
+    assert task.exit in (None, 3) and (not task.params or set(task.params) == set(fastest.params(0, 3)))
+
+
 def test_the_window_of_fedel_slides_over_every_block_and_begins_again() -> None:
     backward, window, seen = [2.0] * 7, None, []
     for _ in range(6):
@@ -212,6 +222,31 @@ def test_time_that_holds_no_more_such_step_goes_to_cheaper_ones() -> None:
     assert due() and solver(problem).tolist() == [True, True, False]
 
 
+def test_a_step_may_take_longer_than_the_longest_by_as_much_as_steps_differ() -> None:
+    pace, units = Pace(100.0, lambda units: 2.0 * len(units)), tuple(Unit(name, (Part(name),)) for name in "abc")
+    known = []
+    for trained, seconds in ((units[:1], 8.0), (units[:1], 2.0), (units[:1], 4.0), (units[:2], 9.0), (units[:2], 4.0)):
+        pace.stepped(trained, seconds)
+        known.append((pace.slow, pace.opening))
+    # seconds per price: 4 while choosing, then 1 and 2; 9 s for a step of 4 s or more are due to choosing
+    assert known == [(4.0, 0.0), (4.0, 6.0), (3.0, 6.0), (3.0, 5.0), (3.0, 5.0)]
+    for left, fits in ((12.0, True), (11.9, False)):  # three times the price of two units
+        pace.left = left
+        assert pace.fits() is fits
+
+
+def test_the_time_to_collect_what_changed_is_kept_free(profiles: Profiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, collect, full = SimulatedClock(), Session.delta, profiles.of(local()).full.seconds
+
+    def takes_time(session: Session) -> dict[str, torch.Tensor]:
+        clock.elapsed += 1.5 * full
+        return collect(session)
+
+    monkeypatch.setattr(Session, "delta", takes_time)
+    trained = train_round(local(steps=20), Task(20, 8.2 * full), profiles, clock)
+    assert trained.metrics["seconds"] == pytest.approx(8 * full) and trained.metrics["steps"] == 5
+
+
 def test_a_device_that_is_too_slow_for_a_full_step_trains_some_layers(profiles: Profiles) -> None:
     prices = profiles.of(local())
     seconds = 0.5 * (ability(local(), profiles).floor + prices.full.seconds)
@@ -263,6 +298,16 @@ def test_a_client_says_what_every_window_costs(profiles: Profiles) -> None:
     assert sum(fast.backward) == pytest.approx(fast.windows[0][2] - profiles.of(local()).base.seconds)
 
 
+def test_a_full_step_is_one_of_a_session_not_of_plain_pytorch(profiles: Profiles) -> None:
+    prices = profiles.of(local())
+    other = Profiles({None: replace(prices, plain=replace(prices.full, seconds=1.3 * prices.full.seconds))})
+    other.by_exit |= {exit: profile for exit, profile in profiles.by_exit.items() if exit is not None}
+    able = ability(local(), other)
+    assert able.full == able.window(0, 2) == prices.full.seconds
+    trained = train_round(local(), Task(4, able.round), other, SimulatedClock())
+    assert trained.metrics["steps"] == 4 and trained.metrics["share"] == pytest.approx(1.0)
+
+
 def test_only_what_trained_is_sent_and_blocks_after_the_exit_are_skipped(profiles: Profiles) -> None:
     client = local()
     before = {name: tensor.clone() for name, tensor in client.model.state_dict().items()}
@@ -289,6 +334,14 @@ def test_no_step_ends_after_the_deadline(choose: Any, profiles: Profiles) -> Non
 def test_a_round_that_holds_no_step_is_refused(profiles: Profiles) -> None:
     with pytest.raises(BudgetError, match="holds no step"):
         train_round(local(), Task(4, 0.1 * profiles.of(local()).base.seconds), profiles, SimulatedClock())
+
+
+def test_a_round_keeps_to_its_memory(profiles: Profiles) -> None:
+    with pytest.raises(BudgetError, match="more than the limit"):  # everything is asked for, and does not fit
+        train_round(local(), Task(2, memory="1B"), profiles, SimulatedClock())
+    everything = train_round(local(), Task(2, choose="layers"), profiles, SimulatedClock())
+    some = train_round(local(), Task(2, choose="layers", memory=0.6), profiles, SimulatedClock())
+    assert 0 < len(some.tensors) < len(everything.tensors)
 
 
 def test_an_exit_that_the_client_does_not_have_is_an_error(profiles: Profiles) -> None:

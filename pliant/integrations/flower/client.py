@@ -18,7 +18,7 @@ from pliant.core.types import Part, Unit, match
 from pliant.cost.measure import read_graph, timed
 from pliant.cost.profile import Profile
 from pliant.graph import units
-from pliant.integrations.flower.clock import Clock, WallClock, slowed
+from pliant.integrations.flower.clock import Clock, WallClock, full_step, slowed
 from pliant.integrations.flower.importance import blended
 from pliant.integrations.flower.messages import Ability, Task
 from pliant.integrations.flower.pace import Pace
@@ -121,10 +121,10 @@ def ability(local: Local, profiles: Profiles | None = None) -> Ability:
         windows.append(tuple(row))
     tails = [whole.cost([_unit([name for block in blocks[first:] for name in block])]).seconds for first in range(len(blocks))]
     added = [a - b for a, b in zip(tails, [*tails[1:], whole.base.seconds], strict=True)]
-    full, where = whole.full, next(local.model.parameters()).device
+    where = next(local.model.parameters()).device
     floor = whole.cost([_unit(whole.head)]).seconds
     return Ability(
-        full.seconds,
+        full_step(whole),
         local.steps,
         local.examples,
         tuple(windows),
@@ -132,7 +132,7 @@ def ability(local: Local, profiles: Profiles | None = None) -> Ability:
         blocks,
         exits,
         floor,
-        int(full.bytes),
+        int(whole.full.bytes),
         device_name(where),
     )
 
@@ -141,21 +141,21 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     """Train one round as the server asks, inside its budget. The session's selection holds for the whole round.
 
     Where not even the cheapest step fits `seconds / steps`, fewer steps are taken; where not one fits, the round is refused.
-    A round ends at its last step, or before one that may end after the deadline: as long as the longest so far, but for the
-    first one, in which the model is read. Where a probe would leave no time for a step, the last layers that fit train.
+    A round ends at its last step, or before one that may end after the deadline (see `Pace`); the time to collect what changed
+    is measured after the first step. Where a probe would leave no time for a step, the last layers that fit train.
     """
     clock = clock if clock is not None else WallClock()
     profiles = profiles if profiles is not None else Profiles()
     loss = local.loss_of(task.exit)
     profile = profiles.of(local, task.exit)
     probes = task.choose in ("layers", "tensors") and _needs_probe(task)
-    if probes and task.seconds is not None and task.stop and profile.full.seconds + _least(profile) > task.seconds:
+    if probes and task.seconds is not None and task.stop and full_step(profile) + _least(profile) > task.seconds:
         task, probes = replace(task, choose="last"), False
-    steps, each = _pace(task, profile, profile.full.seconds if probes else 0.0)
+    steps, each = _pace(task, profile, full_step(profile) if probes else 0.0)
     pace = Pace(task.seconds if task.seconds is not None else float("inf"), lambda units: profile.cost(units).seconds)
     policy = _policy(task, profile, each, pace)
     losses: list[torch.Tensor] = []
-    planned, chosen = 0.0, set[str]()
+    planned, chosen, after = 0.0, set[str](), 0.0  # `after` the last step: the seconds that it takes to collect what changed
     with Session(
         local.model,
         local.optimizer,
@@ -171,7 +171,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
         for batch in islice(local.batches(task.seed), steps):
             before = clock.elapsed
             if losses and task.stop and task.seconds is not None:
-                pace.left = task.seconds * (1 - clock.margin) - before
+                pace.left = task.seconds - after - before
                 if not pace.fits() and not pace.fits_less():
                     break
             losses.append(session.step(batch))
@@ -179,6 +179,10 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
             pace.stepped(session.selection.units, clock.elapsed - before)
             planned += pace.price
             chosen |= session.selection.params
+            if len(losses) == 1 and task.stop and task.seconds is not None:
+                before = clock.elapsed
+                session.delta()
+                after = clock.elapsed - before
         changed = session.delta()
     seconds = clock.elapsed
     value = float(torch.stack(losses).mean()) if losses else float("nan")
@@ -188,8 +192,8 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
         "seconds": seconds,
         "asked-seconds": task.seconds if task.seconds is not None else float("inf"),
         "step-seconds": planned / max(len(losses), 1),
-        "full-step-seconds": profiles.of(local).full.seconds,
-        "share": planned / max(len(losses), 1) / profiles.of(local).full.seconds,
+        "full-step-seconds": full_step(profiles.of(local)),
+        "share": planned / max(len(losses), 1) / full_step(profiles.of(local)),
         "trained-bytes": float(sum(t.numel() * t.element_size() for t in changed.values())),
     }
     return Trained(changed, tuple(sorted(chosen)), local.examples, metrics)
@@ -202,7 +206,7 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
     inside = [name for name in task.params if name in set(profile.shapes)] if task.choose == "all" else []
     floor = _least(profile, inside)
     if task.choose == "all" and not task.params:
-        floor = profile.full.seconds
+        floor = full_step(profile)
     left = task.seconds - aside
     if not task.stop:
         return task.steps, max(left / task.steps, floor)
@@ -213,7 +217,7 @@ def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None
             f"{aside:.4g} s. Give this client at least {floor + aside:.4g} s, or fewer blocks."
         )
     if task.choose == "pace":  # its solver weighs what a step may cost against how many there are
-        return task.steps, max(min(left, profile.full.seconds), floor)
+        return task.steps, max(min(left, full_step(profile)), floor)
     return steps, max(left / steps, floor)
 
 
@@ -222,7 +226,8 @@ def _policy(task: Task, profile: Profile, each: float | None, pace: Pace) -> Pol
     params = task.params or ("*",)
     head = tuple(name for name in profile.head if task.params and name not in task.params)
     if task.choose == "all":
-        return replace(recipes.only(*params, *head), budget=Budget(memory=task.memory)) if task.params else recipes.full()
+        everything = recipes.only(*params, *head) if task.params else recipes.full()
+        return replace(everything, budget=Budget(memory=task.memory))
     budget = Budget(time=Absolute(each) if each is not None else None, memory=task.memory)
     gain = blended(signals.update_gain(), task.importance, task.beta)
     if task.choose == "pace":  # never a probe: it may take as long as all the steps

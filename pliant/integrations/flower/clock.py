@@ -9,17 +9,12 @@ import numpy as np
 
 from pliant.core.types import Cost, Unit
 from pliant.cost.profile import Profile
+from pliant.runtime.clock import Watch
 from pliant.session.session import Session
 
 
 class WallClock:
-    """The time that passes. It starts when it is made.
-
-    `margin` is the share of a round that is left for what follows its last step. Without one, 2 of 30 rounds ended late, by
-    less than a hundredth, on a machine with much other work (benchmarks/fleet_server.py).
-    """
-
-    margin = 0.02
+    """The time that passes. It starts when it is made."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -28,7 +23,8 @@ class WallClock:
         """A probe ran."""
 
     def stepped(self, session: Session, profile: Profile) -> None:
-        """A step ran."""
+        """A step was issued: wait until the device has run it."""
+        Watch(next(session.model.parameters()).device).settle()
 
     @property
     def elapsed(self) -> float:
@@ -41,8 +37,6 @@ class SimulatedClock:
     The factor is exp(x), x normally distributed around 0 with standard deviation `jitter`. A probe counts as a full step.
     """
 
-    margin = 0.0
-
     def __init__(self, jitter: float = 0.0, seed: int = 0) -> None:
         self._factor = float(np.exp(np.random.default_rng(seed).normal(0.0, jitter))) if jitter else 1.0
         self.elapsed = 0.0
@@ -50,7 +44,7 @@ class SimulatedClock:
         self._each = 0.0  # seconds of a step that trains these
 
     def probed(self, profile: Profile) -> None:
-        self.elapsed += self._factor * profile.full.seconds
+        self.elapsed += self._factor * full_step(profile)
 
     def stepped(self, session: Session, profile: Profile) -> None:
         if session.selection.units != self._units:
@@ -59,6 +53,11 @@ class SimulatedClock:
 
 
 Clock = WallClock | SimulatedClock
+
+
+def full_step(profile: Profile) -> float:
+    """Seconds of a step that trains everything, as steps run in a session. `profile.full` is one of plain PyTorch."""
+    return profile.cost([profile.everything]).seconds
 
 
 def slowed(profile: Profile, factor: float) -> Profile:

@@ -18,8 +18,9 @@ Price = Callable[[tuple[Unit, ...]], float]
 class Pace:
     """How the time of a round is spent. It learns from every step how long steps really take.
 
-    `left` are the seconds until the deadline. A step that trains some units takes its price times `slow`, and choosing anew
-    takes `opening` seconds: what the first step took longer than the longest later one.
+    `left` are the seconds until the deadline. A step that trains some units takes at most its price times `slow`: as long as
+    the longest so far, and by as much longer as that one was longer than the shortest. A step for which layers were chosen
+    counts only until two others are known. What it took longer than them is `opening`, the seconds that choosing takes.
     """
 
     def __init__(self, seconds: float, price: Price) -> None:
@@ -28,17 +29,26 @@ class Pace:
         self._units: tuple[Unit, ...] | None = None  # what the last step trained
         self.price = 0.0  # and its price
         self._least = float("inf")  # that of the cheapest step, where a step may train less than the one before
-        self._first, self._took = 0.0, 0
+        self._took = 0
+        self._chose = 0.0, 0.0  # seconds and price of the last step that chose
+        self._known = 0  # the others: how many, and the seconds per price of the shortest and the longest
+        self._shortest, self._longest = float("inf"), 0.0
 
     def stepped(self, units: tuple[Unit, ...], seconds: float) -> None:
         """A step trained these units in so many seconds."""
         if units != self._units:
             self._units, self.price = units, self._price_of(units)
-        if self._took == 0:
-            self._first, self.slow = seconds, seconds / self.price
+            self._chose = seconds, self.price
         else:
-            self.slow = max(self.slow, seconds / self.price) if self._took > 1 else seconds / self.price
-            self.opening = max(self._first - self.slow * self.price, 0.0) if self._took == 1 else self.opening
+            self._known += 1
+            self._shortest = min(self._shortest, seconds / self.price)
+            self._longest = max(self._longest, seconds / self.price)
+        if self._known < 2:
+            self.slow = max(self.slow, seconds / self.price) if self._took else seconds / self.price
+        else:
+            self.slow = 2 * self._longest - self._shortest
+        if self._known:
+            self.opening = max(self._chose[0] - self._shortest * self._chose[1], 0.0)
         self._took += 1
 
     def fits(self) -> bool:

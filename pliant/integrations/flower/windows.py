@@ -15,7 +15,7 @@ def widest(ability: Ability, seconds: float) -> list[Window]:
     """For each last block, the window that reaches furthest back in a step of so many seconds; none where none fits."""
     found = []
     for last in range(len(ability.blocks)):
-        fits = [first for first in range(last + 1) if ability.window(first, last) <= seconds]
+        fits = [first for first in range(last + 1) if ability.window(first, last) <= seconds * (1 + 1e-9)]
         if fits:
             found.append((fits[0], last))
     return found
