@@ -6,7 +6,7 @@
 Each network gets a classifier of class means, and learns traffic signs from a few images, one image per step:
 
     program = pliant.export.executorch(network, batch, policy, …)      # gradients are held against PyTorch before it is written
-    lr      = the rate of four with which plain PyTorch does best on the validation images; of equals, the smallest
+    lr      = of four rates, the one with which plain PyTorch has the lowest loss on the validation images
     trained = pliant.export.run_device(…, steps=40, lr=lr)             # another process; memory is measured from outside
     plain   = 40 steps of torch.optim.SGD on the same parameters and images
     shaken  = the same with every input changed by 1e-6 of itself, at random, three times
@@ -18,9 +18,9 @@ used once, when training is over.
 `planned` is the planner's mutable memory: arena, gradients and weights that change. `measured` is the anonymous memory of the
 process beyond that of the same process with the program loaded and idle; `resident` adds pages of files (code and frozen
 weights, mapped from disk). `weights off` is the largest difference from the plain run, relative to the largest weight of each
-tensor; `PyTorch against itself` is that of the shaken runs, the largest of the three. Where both are as large, training itself
-magnifies rounding, and the difference says nothing about the program. Seconds are CPU time of one thread with ExecuTorch's
-portable kernels.
+tensor; `weights moved` is how far that run went. `PyTorch against itself` is the difference of the shaken runs from it, the
+largest of the three: where it is as large, training itself magnifies rounding, and the program is not to blame.
+Seconds are CPU time of one thread with ExecuTorch's portable kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ NETS = {
 }
 METHODS: dict[str, Callable[[str], tuple[Policy, bool]]] = {
     "tinytrain": lambda memory: (recipes.tinytrain(memory=memory, macs=0.3, head=True), False),
-    "head": lambda memory: (recipes.head(), False),
     "full": lambda memory: (recipes.full(), False),
+    "head": lambda memory: (recipes.head(), False),
     "tinytrain, int8 frozen": lambda memory: (recipes.tinytrain(memory=memory, macs=0.3, head=True), True),
 }
 LARGE = ("efficientnet_lite0", "mobilenet_v2")  # held against PyTorch only, in the chosen part
@@ -80,7 +80,7 @@ def main() -> None:
     setting = {
         **{"steps": args.steps, "seed": args.seed, "task": TASK, "classes": f"{CLASSES} of 43, drawn with the seed"},
         "images": "40 to train, 100 other signs of its training split for validation, 100 of its test split used once",
-        **{"rates": list(RATES), "rate": "best of PyTorch on the validation images", "quick": args.quick},
+        **{"rates": list(RATES), "rate": "lowest validation loss of PyTorch", "quick": args.quick},
     }
     path = record.out(args, "on_device")
     cells = record.load(path, setting)
@@ -103,8 +103,8 @@ def cell(folder: Path, network: str, method: str, steps: int, seed: int) -> dict
     with tempfile.TemporaryDirectory() as place:
         facts = executorch(net, one, policy, place, int8=int8, probe=pieces)
         assert isinstance(facts, Facts)
-        by_rate = {lr: accuracy(plain_run(net, facts, train, steps, seed, lr), validation) for lr in RATES}
-        lr = max(by_rate, key=lambda rate: (by_rate[rate], -rate))
+        by_rate = {lr: loss(plain_run(net, facts, train, steps, seed, lr), validation) for lr in RATES}
+        lr = min(RATES, key=lambda rate: by_rate[rate])
         for name, (x, y) in {"train": train, "test": test}.items():
             np.savez(f"{place}/{name}.npz", x=x.numpy(), y=y.numpy())
         delta = f"{place}/delta.safetensors"
@@ -130,6 +130,7 @@ def cell(folder: Path, network: str, method: str, steps: int, seed: int) -> dict
         "tensors": len(facts.trains),
         "macs": facts.macs / facts.full_macs,
         "gradients_off": facts.difference,
+        "weights_moved": apart(plain, net, names),
         "weights_off": apart(back, plain, names),
         "pytorch_off": [apart(other, plain, names) for other in shaken],
         "lr": lr,
@@ -218,8 +219,8 @@ def plain_run(net: nn.Module, facts: Facts, train: Samples, steps: int, seed: in
     x, y = train
     order = [i for epoch in range(-(-steps // len(y))) for i in np.random.default_rng([seed, epoch]).permutation(len(y))]
     for i in order[:steps]:
-        loss = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
-        for one, grad in zip(chosen.values(), torch.autograd.grad(loss, [params[name] for name in chosen]), strict=True):
+        value = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        for one, grad in zip(chosen.values(), torch.autograd.grad(value, [params[name] for name in chosen]), strict=True):
             with torch.no_grad():
                 if one.dim is None or one.index is None:
                     params[one.name] -= lr * grad
@@ -243,15 +244,23 @@ def apart(net: nn.Module, plain: nn.Module, names: list[str]) -> float:
 
 
 @torch.no_grad()
+def loss(net: nn.Module, samples: Samples) -> float:
+    return float(torch.stack([F.cross_entropy(net(x), y) for x, y in _parts(samples)]).mean())
+
+
+@torch.no_grad()
 def accuracy(net: nn.Module, test: Samples) -> float:
-    found = torch.cat([net(x).argmax(1) for x in test[0].split(20)])
-    return int((found == test[1]).sum()) / len(test[1])
+    return sum(int((net(x).argmax(1) == y).sum()) for x, y in _parts(test)) / len(test[1])
+
+
+def _parts(samples: Samples) -> Iterator[Samples]:
+    return zip(*(part.split(20) for part in samples), strict=True)  # type: ignore[return-value]
 
 
 def table(cells: list[dict[str, Any]]) -> str:
     head = (
         *("network", "method", "asked", "planned bytes", "measured", "resident", "program", "graphs", "trained tensors"),
-        *("MACs of full", "rate", "gradients off", "weights off", "PyTorch against itself", "accuracy before"),
+        *("MACs of full", "rate", "gradients off", "weights moved", "weights off", "PyTorch against itself", "accuracy before"),
         *("device", "PyTorch", "PyTorch, inputs changed", "s per step"),
     )
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -262,7 +271,7 @@ def table(cells: list[dict[str, Any]]) -> str:
             c["asked"] or "–",
             *(f"{c[name]:,}" if c[name] is not None else "–" for name in ("planned", "measured", "resident", "program")),
             *(c["graphs"], c["tensors"], f"{c['macs']:.2f}", f"{c['lr']:g}"),
-            *(f"{value:.0e}" for value in (c["gradients_off"], c["weights_off"], max(c["pytorch_off"]))),
+            *(f"{value:.0e}" for value in (c["gradients_off"], c["weights_moved"], c["weights_off"], max(c["pytorch_off"]))),
             *(f"{100 * c[name]:.1f}" for name in ("before", "device", "pytorch")),
             *(f"{100 * min(c['shaken']):.1f}–{100 * max(c['shaken']):.1f}", f"{c['seconds']:.2f}"),
         )
