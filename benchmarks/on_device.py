@@ -75,6 +75,7 @@ def main() -> None:
     packed.option(parser)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     args = parser.parse_args()
     folder = packed.folder(args.data)
     torch.set_num_threads(1)
@@ -88,7 +89,7 @@ def main() -> None:
     done = {(cell["network"], cell["method"]) for cell in cells}
     wanted = [(network, method) for method in METHODS for network in NETS if network not in LARGE or method == "tinytrain"]
     for network, method in wanted[:: len(wanted) - 1] if args.quick else wanted:
-        if (network, method) not in done:
+        if (network, method) not in done and method in args.methods:
             cells.append(cell(folder, network, method, args.steps, args.seed))
             cells.sort(key=lambda one: wanted.index((one["network"], one["method"])))
             record.save(path, setting, cells, table(cells))
