@@ -1,18 +1,27 @@
 """Training through exported ExecuTorch programs: planned memory, measured memory, time, and whether it equals PyTorch.
 
-    python benchmarks/on_device.py --data DIR            # about forty minutes on one CPU thread; resumable
+    python benchmarks/on_device.py --data DIR            # about an hour on one CPU thread; resumable
     python benchmarks/on_device.py --data DIR --quick    # one network, two methods
 
 Each network gets a classifier of class means, and learns traffic signs from a few images, one image per step:
 
     program = pliant.export.executorch(network, batch, policy, …)      # gradients are held against PyTorch before it is written
-    trained = pliant.export.run_device(…, steps=40)                    # another process; memory is measured from outside
+    lr      = of four rates, the one with which plain PyTorch is best on the validation images
+              (by accuracy; of equals, the one with the lowest loss)
+    trained = pliant.export.run_device(…, steps=40, lr=lr)             # another process; memory is measured from outside
     plain   = 40 steps of torch.optim.SGD on the same parameters and images
+    shaken  = the same with every input changed by 1e-6 of itself, at random, three times
+
+The ten classes are drawn with the seed, of 43. Of each, four images train, spread over the first sixteen training images of the
+file. Ten others, spread over its last twenty, are for validation: photographs of other signs. The first ten test images are
+used once, when training is over.
 
 `planned` is the planner's mutable memory: arena, gradients and weights that change. `measured` is the anonymous memory of the
 process beyond that of the same process with the program loaded and idle; `resident` adds pages of files (code and frozen
 weights, mapped from disk). `weights off` is the largest difference from the plain run, relative to the largest weight of each
-tensor. Seconds are CPU time of one thread with ExecuTorch's portable kernels.
+tensor; `weights moved` is how far that run went. `PyTorch against itself` is the difference of the shaken runs from it, the
+largest of the three: where it is as large, training itself magnifies rounding, and the program is not to blame.
+Seconds are CPU time of one thread with ExecuTorch's portable kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +56,18 @@ NETS = {
 }
 METHODS: dict[str, Callable[[str], tuple[Policy, bool]]] = {
     "tinytrain": lambda memory: (recipes.tinytrain(memory=memory, macs=0.3, head=True), False),
-    "head": lambda memory: (recipes.head(), False),
     "full": lambda memory: (recipes.full(), False),
+    "head": lambda memory: (recipes.head(), False),
     "tinytrain, int8 frozen": lambda memory: (recipes.tinytrain(memory=memory, macs=0.3, head=True), True),
 }
 LARGE = ("efficientnet_lite0", "mobilenet_v2")  # held against PyTorch only, in the chosen part
-TASK, CLASSES, TESTED, LR = "fewshot/gtsrb_64.npz", 5, 10, 5e-4
+TASK, CLASSES = "gtsrb43_64.npz", 10
+TRAINED, VALIDATED = slice(0, 16, 4), slice(-20, None, 2)  # of the training images of a class, which are in the order of signs
+TESTED = slice(10)  # of its test images
+RATES = 1e-5, 1e-4, 1e-3, 1e-2
+SHAKEN, SHAKES = 1e-6, 3  # relative change of the inputs, and how often
+
+Samples = tuple[Tensor, Tensor]
 
 
 def main() -> None:
@@ -60,16 +75,21 @@ def main() -> None:
     packed.option(parser)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     args = parser.parse_args()
     folder = packed.folder(args.data)
     torch.set_num_threads(1)
-    setting = {"steps": args.steps, "seed": args.seed, "task": TASK, "classes": CLASSES, "lr": LR, "quick": args.quick}
+    setting = {
+        **{"steps": args.steps, "seed": args.seed, "task": TASK, "classes": f"{CLASSES} of 43, drawn with the seed"},
+        "images": "40 to train, 100 other signs of its training split for validation, 100 of its test split used once",
+        **{"rates": list(RATES), "rate": "best of PyTorch on the validation images", "quick": args.quick},
+    }
     path = record.out(args, "on_device")
     cells = record.load(path, setting)
     done = {(cell["network"], cell["method"]) for cell in cells}
     wanted = [(network, method) for method in METHODS for network in NETS if network not in LARGE or method == "tinytrain"]
     for network, method in wanted[:: len(wanted) - 1] if args.quick else wanted:
-        if (network, method) not in done:
+        if (network, method) not in done and method in args.methods:
             cells.append(cell(folder, network, method, args.steps, args.seed))
             cells.sort(key=lambda one: wanted.index((one["network"], one["method"])))
             record.save(path, setting, cells, table(cells))
@@ -78,25 +98,25 @@ def main() -> None:
 
 def cell(folder: Path, network: str, method: str, steps: int, seed: int) -> dict[str, Any]:
     file, size, memory = NETS[network]
-    net, train, test = task(folder, file, size, seed)
+    net, train, validation, test = task(folder, file, size, seed)
     policy, int8 = METHODS[method](memory)
     one = train[0][:1], train[1][:1]
     pieces = [(train[0][i : i + 1], train[1][i : i + 1]) for i in range(len(train[1]))]
     with tempfile.TemporaryDirectory() as place:
-        optimizer = torch.optim.SGD(net.parameters(), lr=LR)
-        facts = executorch(net, one, policy, place, optimizer=optimizer, int8=int8, probe=pieces)
+        facts = executorch(net, one, policy, place, int8=int8, probe=pieces)
         assert isinstance(facts, Facts)
+        by_rate = {rate: validated(plain_run(net, facts, train, steps, seed, rate), validation) for rate in RATES}
+        lr = max(RATES, key=lambda rate: by_rate[rate])
         for name, (x, y) in {"train": train, "test": test}.items():
             np.savez(f"{place}/{name}.npz", x=x.numpy(), y=y.numpy())
         delta = f"{place}/delta.safetensors"
-        job = Job(place, f"{place}/train.npz", f"{place}/test.npz", steps=steps, seed=seed, out=delta, before=False)
+        job = Job(place, f"{place}/train.npz", f"{place}/test.npz", steps=steps, lr=lr, seed=seed, out=delta, before=False)
         trained = run_device(job)
         back = copy.deepcopy(net)
         apply_delta_(back, delta)
-    plain = plain_run(net, facts, train, steps, seed)
-    off = [(a - plain[name]).abs().max() / plain[name].abs().max() for name, a in back.named_parameters() if name in plain]
-    held = copy.deepcopy(net)
-    held.load_state_dict(plain, strict=False)
+    plain = plain_run(net, facts, train, steps, seed, lr)
+    shaken = [plain_run(net, facts, shake(train, turn), steps, seed, lr) for turn in range(SHAKES)]
+    names = [part.name for part in facts.trains]
     return {
         "network": network,
         "method": method,
@@ -112,35 +132,43 @@ def cell(folder: Path, network: str, method: str, steps: int, seed: int) -> dict
         "tensors": len(facts.trains),
         "macs": facts.macs / facts.full_macs,
         "gradients_off": facts.difference,
-        "weights_off": float(max(off).detach()),
+        "weights_moved": apart(plain, net, names),
+        "weights_off": apart(back, plain, names),
+        "pytorch_off": [apart(other, plain, names) for other in shaken],
+        "lr": lr,
+        "validation": by_rate,
         "before": accuracy(net, test),
         "device": trained.after,
-        "pytorch": accuracy(held, test),
+        "pytorch": accuracy(plain, test),
+        "shaken": [accuracy(other, test) for other in shaken],
         "seconds": trained.seconds,
     }
 
 
-def task(folder: Path, file: str, size: int, seed: int) -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The network with a classifier of class means, and images to train and to test on."""
+def task(folder: Path, file: str, size: int, seed: int) -> tuple[nn.Module, Samples, Samples, Samples]:
+    """The network with a classifier of class means, and images to train, to validate and to test with."""
     made = {"": lambda: models.efficientnet_lite0(pretrained=True), "mobilenetv2": lambda: _mobilenet_v2(folder / file)}
     make = made.get(Path(file).name.partition("_")[0], lambda: models.load(str(packed.need(folder / file))))
     net: nn.Module = make().eval()
-    found = images.packed(packed.need(folder / TASK), 64)
-    chosen = np.random.default_rng(seed).choice(len(found.classes), CLASSES, replace=False)
-    train, test = [], []
-    for new, label in enumerate(chosen.tolist()):
-        mine = found.select(found.labels == label)
-        is_test = mine.split == 2 if mine.split is not None else torch.arange(len(mine)) >= len(mine) // 2
-        for into, mask, most in ((train, ~is_test, None), (test, is_test, TESTED)):
-            pixels = mine.images[mask][:most].float() / 255
-            pixels = F.interpolate(pixels, size=(size, size), mode="bilinear") if size != 64 else pixels
-            into.append((pixels, torch.full((len(pixels),), new)))
     mean, std = (torch.tensor(part).view(-1, 1, 1) for part in net.pixel_stats)  # type: ignore[union-attr]
-    sets = [tuple(torch.cat(part) for part in zip(*one, strict=True)) for one in (train, test)]
-    (x, y), (u, v) = (((pixels - mean) / std, labels) for pixels, labels in sets)
+    found = images.packed(packed.need(folder / TASK), 64)
+    assert found.split is not None
+    sets: tuple[list[Samples], ...] = [], [], []
+    for new, label in enumerate(np.random.default_rng(seed).choice(len(found.classes), CLASSES, replace=False).tolist()):
+        ours, theirs = (found.images[(found.labels == label) & (found.split == kind)] for kind in (0, 2))
+        for into, pixels in zip(sets, (ours[TRAINED], ours[VALIDATED], theirs[TESTED]), strict=True):
+            scaled = F.interpolate(pixels / 255, size=(size, size), mode="bilinear") if size != 64 else pixels / 255
+            into.append(((scaled - mean) / std, torch.full((len(pixels),), new)))
+    train, validation, test = (_joined(part) for part in sets)
+    x, y = train
     with torch.no_grad():
         features = torch.cat([net.embed(x[i : i + 8]) for i in range(0, len(x), 8)])  # type: ignore[operator]
-    return with_means(net, features, y), (x.contiguous(), y), (u.contiguous(), v)
+    return with_means(net, features, y), train, validation, test
+
+
+def _joined(parts: list[Samples]) -> Samples:
+    x, y = zip(*parts, strict=True)
+    return torch.cat(x).contiguous(), torch.cat(y)
 
 
 class _MobileNetV2(MobileNetV2):
@@ -182,8 +210,9 @@ class Classifier(nn.Module):
         return self.head(self.net.embed(x))  # type: ignore[operator]
 
 
-def plain_run(net: nn.Module, facts: Facts, train: tuple[Tensor, Tensor], steps: int, seed: int) -> dict[str, Tensor]:
-    """The same steps in plain PyTorch: the same images in the same order. Of a sliced parameter, the slice moves."""
+def plain_run(net: nn.Module, facts: Facts, train: Samples, steps: int, seed: int, lr: float) -> nn.Module:
+    """The network after the same steps in plain PyTorch: the same images in the same order. Of a sliced parameter, the slice
+    moves."""
     model = copy.deepcopy(net)
     params = dict(model.named_parameters())
     chosen = {one.name: one for one in facts.trains}
@@ -192,27 +221,51 @@ def plain_run(net: nn.Module, facts: Facts, train: tuple[Tensor, Tensor], steps:
     x, y = train
     order = [i for epoch in range(-(-steps // len(y))) for i in np.random.default_rng([seed, epoch]).permutation(len(y))]
     for i in order[:steps]:
-        loss = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
-        for one, grad in zip(chosen.values(), torch.autograd.grad(loss, [params[name] for name in chosen]), strict=True):
+        value = F.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        for one, grad in zip(chosen.values(), torch.autograd.grad(value, [params[name] for name in chosen]), strict=True):
             with torch.no_grad():
                 if one.dim is None or one.index is None:
-                    params[one.name] -= LR * grad
+                    params[one.name] -= lr * grad
                 else:
                     index = torch.tensor(one.index)
-                    params[one.name].index_add_(one.dim, index, -LR * grad.index_select(one.dim, index))
-    return {name: params[name].detach() for name in chosen}
+                    params[one.name].index_add_(one.dim, index, -lr * grad.index_select(one.dim, index))
+    return model
+
+
+def shake(samples: Samples, turn: int) -> Samples:
+    """The same images, each value changed by about a millionth of itself."""
+    x, y = samples
+    return x * (1 + SHAKEN * torch.randn(x.shape, generator=torch.Generator().manual_seed(turn))), y
 
 
 @torch.no_grad()
-def accuracy(net: nn.Module, test: tuple[Tensor, Tensor]) -> float:
-    found = torch.cat([net(test[0][i : i + 1]).argmax(1) for i in range(len(test[1]))])
-    return float((found == test[1]).float().mean())
+def apart(net: nn.Module, plain: nn.Module, names: list[str]) -> float:
+    """The largest difference of a weight of two networks, relative to the largest weight of its tensor."""
+    a, b = dict(net.named_parameters()), dict(plain.named_parameters())
+    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in names)
+
+
+@torch.no_grad()
+def validated(net: nn.Module, samples: Samples) -> tuple[float, float]:
+    """Accuracy, and the loss with a minus: of two, the larger is better."""
+    losses = [float(F.cross_entropy(net(x), y)) for x, y in _parts(samples)]
+    return accuracy(net, samples), -sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, test: Samples) -> float:
+    return sum(int((net(x).argmax(1) == y).sum()) for x, y in _parts(test)) / len(test[1])
+
+
+def _parts(samples: Samples) -> Iterator[Samples]:
+    return zip(*(part.split(20) for part in samples), strict=True)  # type: ignore[return-value]
 
 
 def table(cells: list[dict[str, Any]]) -> str:
     head = (
         *("network", "method", "asked", "planned bytes", "measured", "resident", "program", "graphs", "trained tensors"),
-        *("MACs of full", "gradients off", "weights off", "accuracy before", "device", "PyTorch", "s per step"),
+        *("MACs of full", "rate", "gradients off", "weights moved", "weights off", "PyTorch against itself", "accuracy before"),
+        *("device", "PyTorch", "PyTorch, inputs changed", "s per step"),
     )
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for c in cells:
@@ -221,9 +274,10 @@ def table(cells: list[dict[str, Any]]) -> str:
             c["method"],
             c["asked"] or "–",
             *(f"{c[name]:,}" if c[name] is not None else "–" for name in ("planned", "measured", "resident", "program")),
-            *(c["graphs"], c["tensors"], f"{c['macs']:.2f}", f"{c['gradients_off']:.0e}", f"{c['weights_off']:.0e}"),
+            *(c["graphs"], c["tensors"], f"{c['macs']:.2f}", f"{c['lr']:g}"),
+            *(f"{value:.0e}" for value in (c["gradients_off"], c["weights_moved"], c["weights_off"], max(c["pytorch_off"]))),
             *(f"{100 * c[name]:.1f}" for name in ("before", "device", "pytorch")),
-            f"{c['seconds']:.2f}",
+            *(f"{100 * min(c['shaken']):.1f}–{100 * max(c['shaken']):.1f}", f"{c['seconds']:.2f}"),
         )
         lines.append("| " + " | ".join(map(str, row)) + " |")
     return "\n".join(lines) + "\n"

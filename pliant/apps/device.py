@@ -16,7 +16,7 @@ from pliant.apps.data import Split
 from pliant.apps.tasks import TaskError
 from pliant.apps.train import Options, load_task
 from pliant.apps.trained import Trained
-from pliant.export.device.export import executorch
+from pliant.export.device.export import RATE, executorch
 from pliant.export.device.facts import Facts
 from pliant.runtime.files import write_aside
 
@@ -33,7 +33,7 @@ def export_run(
     memory: str | None = None,
     macs: str | None = None,
     batch: int = 1,
-    lr: float = 0.001,
+    lr: float = RATE,
     int8: bool = False,
     samples: int = 200,
 ) -> dict[str, Facts]:

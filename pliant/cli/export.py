@@ -20,6 +20,7 @@ from pliant.cli.options import Factory, RunArgument, Weights
 from pliant.cli.progress import working
 from pliant.core.types import nearest
 from pliant.export.checked import Exported
+from pliant.export.device.export import RATE
 
 _SAMPLES = 4  # that the exported model is checked with
 
@@ -74,7 +75,7 @@ def export(
         str | None, typer.Option(help="MACs of a step on the device: a share, or an amount.", show_default=False)
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step on the device.")] = 1,
-    lr: Annotated[float, typer.Option(help="Learning rate on the device.")] = 0.001,
+    lr: Annotated[float, typer.Option(help="Learning rate on the device.")] = RATE,
     int8: Annotated[bool, typer.Option("--int8", help="Store weights that are frozen on the device in 8 bits.")] = False,
 ) -> None:
     """Write a trained model for another runtime: a program of torch.export, or ONNX. It is checked against PyTorch first.

@@ -30,6 +30,7 @@ from pliant.runtime.batches import Loss, Pieces
 from pliant.runtime.files import write_aside
 
 Choice = Selection | Policy
+RATE = 1e-4  # steps of one image without clipping: ten times this lowered accuracy (docs/notebook.md)
 _ATTEMPTS = 3  # where the planner leaves gaps, the same is asked for in correspondingly less
 
 
@@ -55,7 +56,7 @@ def executorch(
 
     `batch` fixes the shapes of a step. `choice` is a selection, or a policy that makes one: its `memory` (or `memory=` here)
     limits the program's planned mutable memory, which is the arena with activations, gradients and the weights that change.
-    `optimizer` is an SGD, whose settings the device uses (default: a learning rate of 0.01). `int8` stores frozen weights in
+    `optimizer` is an SGD, whose settings the device uses (default: a learning rate of 0.0001). `int8` stores frozen weights in
     8 bits. `probe` are batches on which a policy scores units, in place of the one at hand. With several choices by name, `out`
     becomes a bundle: a folder for each, and an index.
 
@@ -82,7 +83,7 @@ def built(
     probe: Pieces | None = None,
 ) -> tuple[Facts, bytes]:
     """The program and what is known of it; nothing is written."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE) if optimizer is None else optimizer
     sgd = _settings(optimizer)
     check_modes(model)
     _check_on_cpu(model)
