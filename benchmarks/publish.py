@@ -103,7 +103,8 @@ survives with `RLIMIT_DATA` at what inference took at its peak, plus what was as
         "On a device with ExecuTorch",
         """Exported programs train on ten traffic signs: 40 steps of one image, portable kernels, one thread. The three small
 networks see 128 px, the others 64. The classes are drawn with the seed. For each row, the rate is picked on 100 validation
-images, by accuracy and then by loss, with plain PyTorch. The 100 test images are used once.
+images, by accuracy and then by loss, with plain PyTorch. The 100 test images are used once. 40 steps gain little here, and some
+rows lose: they show whether device and PyTorch are equal, and what a step takes, not what training gains.
 
 | column | meaning |
 |---|---|

@@ -171,7 +171,7 @@ def test_channels_are_refused_where_a_loss_differentiates() -> None:
 def test_parameters_that_the_loss_differentiates_cannot_be_left_to_backward() -> None:
     model = smooth()
     session = Session(model, sgd(model), policy=recipes.head(), loss=after_one_step)
-    with pytest.raises(ValueError, match=r"use session\.step"):
+    with pytest.raises(ValueError, match=r"Use session\.step"):
         session.before_step(torch.randn(6, 8, dtype=torch.float64))
 
 
