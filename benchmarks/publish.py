@@ -143,7 +143,8 @@ Memory is the peak beyond weights and beyond inference. LoRA: rank 16 on queries
     Section(
         "A small decoder learns another language",
         """A byte-level decoder, pretrained on Python sources, is fine-tuned on C++ headers with Trainer. Wall time includes
-measuring and choosing. Tests ran on the CPU beside it. Full training for half of the steps does better here.""",
+measuring and choosing. Tests ran on the CPU beside it. Full training for half of the steps does better here. The
+[notebook](notebook.md#language-models-in-trainer) has runs with more seeds.""",
         "python benchmarks/language.py --device cuda --parts quality --steps 100 --pretrain 400 --seeds 1",
         ("language_quality_h200",),
     ),
