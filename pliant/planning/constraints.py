@@ -2,7 +2,8 @@
 
 A limit on seconds, MACs or joules becomes one constraint: what is chosen may add no more than the limit less the forward pass.
 A memory limit becomes one constraint for each moment of a step, because memory is a peak: at every moment, what is live then
-must fit. Which bytes are live when is in the `PriceTable`.
+must fit. Which bytes are live when is in the `PriceTable`. Its `standing` is what inference holds at a moment, less the peak of
+inference: 0 or negative, so other moments than that peak leave more room.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pliant.planning.solve import SLACK, Array
 def constraints(
     table: PriceTable, forward: Cost, limit: Mapping[str, float], watts: float | None
 ) -> tuple[Array, Array, tuple[str, ...]]:
-    """One row per constraint: the price of each charge, the limit less the forward pass, and the name of the resource."""
+    """One row per constraint: the price of each charge, the room left for charges, and the name of the resource."""
     prices: list[Array] = []
     room: list[float] = []
     resource: list[str] = []

@@ -1,6 +1,6 @@
 """Asked, predicted, measured: what steps really take, and whether the selection must change for it.
 
-This is the arithmetic. `Controller.correction` calls it after steps, and plans the new selection.
+This is the arithmetic. `Controller.correction` (`session/controller`) calls it after steps, and plans the new selection.
 
 One smoothed ratio of measured to predicted seconds prices the next plan. A selection changes only if its steps leave a band
 around what was asked, and only after a dwell time that doubles with every correction of a round. If a share of a full step was

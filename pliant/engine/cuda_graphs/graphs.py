@@ -309,8 +309,8 @@ def _undone_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def why_no_capture(graphs: Graphs | None, update: Update, is_random: bool, is_sliced: bool) -> str | None:
-    """Why no step can be captured, as far as is known before one is tried. `is_random`: which layers run; `is_sliced`: whether
-    channels are chosen."""
+    """Why no step can be captured, as far as is known before one is tried. `is_random`: which layers run may differ from step
+    to step; `is_sliced`: channels are chosen."""
     if graphs is None:
         return "there is no CUDA device"
     if update.reads_gradients:

@@ -1,7 +1,8 @@
 """What the lean engine saves for backward: one rule for each torch function, such as `_convolution`.
 
 A rule runs the function in place of PyTorch: (the pass, the function, its arguments, its keyword arguments) → its result. The
-table `graph/saved_tensors` lists the same operations for the prediction of memory.
+table `graph/saved_tensors` lists the same operations for the prediction of memory. Custom kernels (`engine/kernels`) save their
+own tensors.
 """
 
 from __future__ import annotations
