@@ -14,7 +14,7 @@ from torch import nn
 
 from pliant import Budget, Session, recipes
 
-NIGHT, EVENING, DAY = 1.0, 0.7, 0.5  # shares of a full step: at night it is plugged in
+NIGHT, EVENING, DAY = 1.0, 0.8, 0.6  # shares of a full step: at night it is plugged in
 
 
 def share(hour: int) -> float:
@@ -32,7 +32,7 @@ parser.add_argument("--quick", action="store_true")
 options = parser.parse_args()
 
 torch.manual_seed(0)
-model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())), nn.Linear(256, 8))
+model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())), nn.Linear(256, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 x = torch.randn(64, 256)
 batch = x, x[:, :8].sin()
