@@ -403,7 +403,8 @@ def test_many_choices_leave_memory_flat(device: str) -> None:
         for _ in range(3):
             optimizer.zero_grad(set_to_none=True)
             graphs.step(batch, work, choice=choice)
-        gc.collect()  # what waits for it is not held
+        if device == "cuda":
+            gc.collect()  # what waits for it is not held
         held.append(torch.cuda.memory_allocated() if device == "cuda" else len(graphs._known))
     assert max(held[20:]) <= max(held[:20])
     assert graphs.captures == 60
