@@ -122,6 +122,7 @@ def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch)
     assert prefix.reasons["runtime"].startswith("ONNX Runtime cannot run it: ModuleNotFoundError: ")
 
 
+@pytest.mark.parametrize("on_arm", [False, True])
 @pytest.mark.parametrize(
     ("model", "serves"),
     [
@@ -131,9 +132,9 @@ def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch)
         (nn.Linear(4, 4), False),
     ],
 )
-def test_it_serves_the_models_that_it_was_measured_on(model: nn.Module, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_serves_the_models_that_it_was_measured_on(
+    model: nn.Module, serves: bool, on_arm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
-    monkeypatch.setattr(arm, "SLOW_HERE", False)
+    monkeypatch.setattr(arm, "SLOW_HERE", on_arm)
     assert (runtime_for(model) is not None) == serves
-    monkeypatch.setattr(arm, "SLOW_HERE", True)  # custom kernels are as fast there
-    assert runtime_for(model) is None

@@ -32,7 +32,7 @@ EXTRAS = (
     ("PIL", "pliant[images]", "folders of images and packed sets"),
     ("timm", "timm", "models by the name timm:NAME"),
     ("tensorboard", "pliant[tensorboard]", "`--log-to tensorboard`"),
-    ("onnxruntime", "pliant[ort]", "faster steps on x86-64 CPUs: frozen convolutions on ONNX Runtime"),
+    ("onnxruntime", "pliant[ort]", "faster steps on CPUs: frozen convolutions on ONNX Runtime"),
     ("zeus", "pliant[energy]", "joules of GPUs, CPUs and boards: budgets with `energy=`"),
     *((("tomli", "pliant[toml]", "options in a file: `--config`"),) if sys.version_info < (3, 11) else ()),
 )

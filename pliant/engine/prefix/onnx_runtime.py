@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from pliant.engine.kernels.arm import processor as arm
 from pliant.engine.kernels.switch import has_small_convolutions
 from pliant.engine.prefix.onnx_nodes import OPSET, TYPES, OnnxGraph, Unsupported, array, supports
 from pliant.engine.prefix.prefix_plan import PrefixPlan, Weights
@@ -40,9 +39,8 @@ def is_installed() -> bool:
 
 def runtime_for(model: nn.Module) -> OnnxRuntime | None:
     """The runtime, where it is installed and steps were measured to be faster with it: networks of pointwise or grouped
-    convolutions, on CPUs other than ARM, where custom kernels are as fast."""
-    device = next(model.parameters()).device.type
-    serves = device == "cpu" and has_small_convolutions(model) and not arm.SLOW_HERE
+    convolutions on CPUs."""
+    serves = next(model.parameters()).device.type == "cpu" and has_small_convolutions(model)
     return OnnxRuntime() if serves and is_installed() else None
 
 
