@@ -195,12 +195,13 @@ class StepTiming:
         """
         draft = charges.profile(graph, times, sizes, origin)
         few = repeats == 1 and not self.watch.cuda
-        rungs = _rungs(graph, draft, deepest=not few, everything=not (few and plain))
+        # Where time is short, the head tells what an engine saves before the first trained layer, and nothing else.
+        rungs = _rungs(graph, draft, head=not few or self.ready is not None, deepest=not few, everything=not (few and plain))
         *steps, full_step = [partial(self.step, rung) for rung in rungs] + [self._plain_step] * plain
 
-        def turn() -> list[float]:  # a first step makes what the engine needs, a first full step PyTorch's kernels
+        def turn() -> list[float]:  # a first step makes what the engine needs
             taken = [min(step() for _ in range(1 if self.ready is None else 2)) for step in steps]
-            return [*taken, min(full_step() for _ in range(2 if few else 1))]
+            return [*taken, full_step()]
 
         some = range(1 if self.watch.cuda and steady else repeats)  # a steady clock needs one
         turns = np.array([turn() for _ in told("timing steps", some)])
@@ -243,21 +244,22 @@ def _unit(names: Collection[str]) -> Unit:
     return Unit("*", tuple(Part(name) for name in names))
 
 
-def _rungs(graph: Graph, draft: Profile, deepest: bool, everything: bool) -> list[set[str]]:
-    """What the whole steps train: the head; the head and the deepest weight, if asked for; the layers nearest the loss, up to
-    half of the cost; everything, if asked for."""
+def _rungs(graph: Graph, draft: Profile, head: bool, deepest: bool, everything: bool) -> list[set[str]]:
+    """What the whole steps train: the layers nearest the loss, up to half of the cost; and, if asked for, the head, the head
+    with the deepest weight, everything."""
     order = graph.order()
     near = sorted(order, key=lambda name: order[name])
-    head = set(draft.head)
-    low, high = draft.cost([_unit(head)]).seconds, draft.cost([_unit(near)]).seconds
+    least = set(draft.head)
+    low, high = draft.cost([_unit(least)]).seconds, draft.cost([_unit(near)]).seconds
     middle = bisect.bisect_left(
-        range(len(near)), (low + high) / 2, key=lambda n: draft.cost([_unit(head | set(near[: n + 1]))]).seconds
+        range(len(near)), (low + high) / 2, key=lambda n: draft.cost([_unit(least | set(near[: n + 1]))]).seconds
     )
-    half = head | set(near[: middle + 1])
+    half = least | set(near[: middle + 1])
     last = next((name for name in reversed(near) if not graph.nodes[order[name]].is_norm), near[-1])
+    asked = (least, head), (least | {last}, deepest), (half, True), (set(near), everything)
     rungs: list[set[str]] = []
-    for rung in (head, (head | {last}) if deepest else set(), half, set(near) if everything else set()):
-        if rung and rung not in rungs:
+    for rung, wanted in asked:
+        if wanted and rung and rung not in rungs:
             rungs.append(rung)
     return rungs
 
