@@ -162,7 +162,7 @@ def show(console: Console, outcomes: list[Outcome]) -> None:
     for o in outcomes:
         console.print(f"{o.name} trained {o.chosen}", markup=False, highlight=False)
     console.print(
-        "Total time includes measuring (about six full steps, in the first run on a device) and choosing; longer runs "
+        "Total time includes measuring (about seven full steps, in the first run on a device) and choosing; longer runs "
         "amortise it. In so few steps "
         "the running statistics of full training do not settle, which costs accuracy; benchmarks/digits.py takes more steps.",
         highlight=False,

@@ -45,7 +45,7 @@ def progress(run: Run) -> Progress | None:
     if run.start.units:
         return Progress(share, "costs are measured; choosing what to train")
     if run.evaluations:
-        return Progress(share, "measuring what each layer costs, which takes as long as about six full steps")
+        return Progress(share, "measuring what each layer costs, which takes as long as about seven full steps")
     return Progress(share, "starting")
 
 
