@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from oracle import on_steady_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pliant import Policy, Session, recipes, schedule
@@ -73,6 +72,12 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def fully_shard(model: nn.Module) -> None:
+    from torch.distributed import fsdp  # a second of every test run, unless the processes alone import it
+
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))  # where there is a GPU, it would be that
+
+
 def batch_no(step: int, rank: int | None = None) -> Any:
     """The global batch of a step, or a rank's share of it."""
     generator = torch.Generator().manual_seed(step)
@@ -93,9 +98,8 @@ def train(name: str, kind: str, rank: int | None, steps: int = STEPS, accumulate
     profile = None
     if kind == "fsdp":  # seconds are measured before parameters are spread
         profile = policy.cost(model, adamw(model), loss, batch_no(0, rank))
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # where there is a GPU, it would be that
-        fully_shard(model.blocks[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        fully_shard(model.blocks[0])
+        fully_shard(model)
     given: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if kind == "ddp" else model
     chosen = []
     options: dict[str, Any] = {"correct": False, "engine": "plain", "accumulate": accumulate, "profile": profile}
@@ -223,7 +227,7 @@ def wrong_uses(rank: int) -> dict[str, tuple[str, bool]]:
 
     def sharded(policy: Policy) -> Callable[[nn.Module], None]:
         def attempt(model: nn.Module) -> None:
-            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            fully_shard(model)
             one_step(model, policy, model, rank)
 
         return attempt
