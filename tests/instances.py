@@ -64,12 +64,6 @@ def graph_rows(units: int, carries: Sequence[int], via: Sequence[int]) -> np.nda
     return rows
 
 
-def numbers(low: int, high: int, count: int) -> st.SearchStrategy[list[int]]:
-    """From one seed: to draw each number by itself would take longer than what is tested."""
-    seeds = st.integers(0, 10**6)
-    return seeds.map(lambda seed: np.random.default_rng(seed).integers(low, high, count, endpoint=True).tolist())
-
-
 @st.composite
 def problems(
     draw: st.DrawFn,
@@ -82,22 +76,30 @@ def problems(
     most_always: int = 2,
     moments: int = 1,
 ) -> Problem:
-    """A chain or a graph with branches; what is always chosen fits every limit. A resource may have several `moments`."""
+    """A chain or a graph with branches; what is always chosen fits every limit. A resource may have several `moments`.
+
+    All but the number of units comes from one seed: to draw each number by itself would take longer than what is tested.
+    """
     units = draw(st.integers(least, most))
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+
+    def numbers(low: int, high: int, count: int) -> list[int]:
+        return random.integers(low, high, count, endpoint=True).tolist()
+
     if shape == "chain":
         rows = chain_rows(units)
     else:
-        charges = draw(st.integers(1, 2 * units))
-        rows = graph_rows(units, draw(numbers(0, units - 1, charges)), draw(numbers(0, 31, charges)))
-    resource = [f"r{r}" for r in range(draw(st.integers(1, limits))) for _ in range(draw(st.integers(1, moments)))]
-    price = [draw(numbers(lowest_price, 9, len(rows))) for _ in resource]
-    values = draw(numbers(lowest_value, 20, units))
-    always = draw(st.sets(st.integers(0, units - 1), max_size=min(most_always, units)))
+        [charges] = numbers(1, 2 * units, 1)
+        rows = graph_rows(units, numbers(0, units - 1, charges), numbers(0, 31, charges))
+    [count] = numbers(1, limits, 1)
+    resource = [f"r{r}" for r, times in enumerate(numbers(1, moments, count)) for _ in range(times)]
+    price = random.integers(lowest_price, 9, (len(resource), len(rows)), endpoint=True)
+    always = random.permutation(units)[: random.integers(0, min(most_always, units), endpoint=True)]
+    values = numbers(lowest_value, 20, units)
     unlimited = problem(values, rows, price, [np.inf] * len(resource), sorted(always), resource=resource)
     floor, full = unlimited.cost(unlimited.always), unlimited.price.sum(axis=1)
-    return replace(
-        unlimited, limits=np.array([draw(st.integers(int(a), int(b))) for a, b in zip(floor, full, strict=True)], float)
-    )
+    share = random.choice([0.0, 1.0, *random.random(6)], len(resource))  # the least and the most are limits worth trying
+    return replace(unlimited, limits=np.round(floor + share * (full - floor)))
 
 
 def bits(row: np.ndarray) -> int:

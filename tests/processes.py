@@ -6,6 +6,7 @@ Run by `test_processes.py`; every check is a function here, and what it finds is
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
@@ -20,12 +21,11 @@ import torch.nn.functional as F
 from oracle import on_steady_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pliant import Policy, Session, recipes, schedule
 
-WORLD, STEPS, EVERY, SAMPLES = 2, 24, 3, 8  # samples: of the global batch
+WORLD, STEPS, EVERY, SAMPLES = 2, 50, 5, 8  # samples: of the global batch
 OFTEN = schedule.every(steps=EVERY)
 RECIPES: dict[str, Callable[[], Policy]] = {
     "full": recipes.full,
@@ -45,10 +45,10 @@ ROWS = [(name, kind) for kind in ("ddp", "fsdp") for name in RECIPES if (name, k
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + F.gelu(self.linear(self.norm(x)))
 
 
 class Net(nn.Module):
@@ -72,6 +72,12 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def fully_shard(model: nn.Module) -> None:
+    from torch.distributed import fsdp  # a second of every test run, unless the processes alone import it
+
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))  # where there is a GPU, it would be that
+
+
 def batch_no(step: int, rank: int | None = None) -> Any:
     """The global batch of a step, or a rank's share of it."""
     generator = torch.Generator().manual_seed(step)
@@ -82,7 +88,8 @@ def batch_no(step: int, rank: int | None = None) -> Any:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)  # a large eps: rounding must not decide an update
+    # A large eps: rounding must not decide an update. Fused: on shards every single operation is slow to start.
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
 
 
 def train(name: str, kind: str, rank: int | None, steps: int = STEPS, accumulate: int = 1) -> dict[str, Any]:
@@ -91,9 +98,8 @@ def train(name: str, kind: str, rank: int | None, steps: int = STEPS, accumulate
     profile = None
     if kind == "fsdp":  # seconds are measured before parameters are spread
         profile = policy.cost(model, adamw(model), loss, batch_no(0, rank))
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # where there is a GPU, it would be that
-        fully_shard(model.blocks[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        fully_shard(model.blocks[0])
+        fully_shard(model)
     given: nn.Module = DistributedDataParallel(model, find_unused_parameters=True) if kind == "ddp" else model
     chosen = []
     options: dict[str, Any] = {"correct": False, "engine": "plain", "accumulate": accumulate, "profile": profile}
@@ -221,7 +227,7 @@ def wrong_uses(rank: int) -> dict[str, tuple[str, bool]]:
 
     def sharded(policy: Policy) -> Callable[[nn.Module], None]:
         def attempt(model: nn.Module) -> None:
-            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            fully_shard(model)
             one_step(model, policy, model, rank)
 
         return attempt
@@ -270,8 +276,10 @@ def start(rank: int, folder: str) -> None:
 
 def run(folder: Path) -> list[Any]:
     """What each process found."""
+    fresh = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+    multiprocessing.set_forkserver_preload(["pliant", "torch.distributed.fsdp", "torch._dynamo"])  # slow: imported once
     try:
-        mp.start_processes(start, (str(folder),), nprocs=WORLD, start_method="spawn")
+        mp.start_processes(start, (str(folder),), nprocs=WORLD, start_method=fresh)
     except mp.ProcessExitedException as error:
         told = [torch.load(file, weights_only=False) for file in folder.glob("rank*.pt")]
         raise RuntimeError("\n".join(str(one) for one in told if isinstance(one, str))) from error

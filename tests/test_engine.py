@@ -92,8 +92,9 @@ def run(case: Case, policy: Policy, make_optimizer: Callable[..., Any], engine: 
 @pytest.mark.parametrize(("recipe", "model_name"), ROWS, ids=[f"{r}-{m}" for r, m in ROWS])
 def test_law_8_lean_steps_are_plain_steps(recipe: str, model_name: str) -> None:
     make_optimizer = (sgd, adamw)[(list(RECIPES).index(recipe) + list(ZOO).index(model_name)) % 2]
+    steps = 20 if recipe in ("random", "green_trainer") else 8  # the others choose once
     (plain, first), (lean, second) = (
-        run(ZOO[model_name], RECIPES[recipe](), make_optimizer, engine) for engine in ("plain", "lean")
+        run(ZOO[model_name], RECIPES[recipe](), make_optimizer, engine, steps) for engine in ("plain", "lean")
     )
     if model_name not in AT_REST or recipe == "full":
         assert first == second

@@ -26,7 +26,7 @@ from pliant.runtime.trainable import apply_, found, restore_
 
 SHARE = {"two_inputs": 0.8}  # where 0.7 of a full step lies below the floor
 OFTEN = schedule.every(steps=2)
-LENGTH = 7  # steps of a run
+LENGTH = 5  # steps of a run
 
 # Each recipe as a function of the share of a full step that it may spend.
 RECIPES: dict[str, Callable[[float], Policy]] = {
@@ -297,7 +297,7 @@ def test_law_5_apply_twice_is_once_and_restore_brings_back(recipe: str, model_na
 
 @pytest.mark.parametrize(("recipe", "model_name"), [row for row in ROWS if row[0] != "gala"])  # its window begins anew
 def test_law_6_stop_and_go_on_is_never_having_stopped(recipe: str, model_name: str, tmp_path: Path) -> None:
-    """Seven steps on seven batches, with dropout drawing from the global random state; saving leaves no trace."""
+    """Five steps on five batches, with dropout drawing from the global random state; saving leaves no trace."""
     case = ZOO[model_name]
     stop, by_file = turn_about(recipe, model_name, (3, True), (4, False))
     stream = [batch_no(case, k) for k in range(LENGTH)]

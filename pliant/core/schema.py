@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 
@@ -26,36 +25,55 @@ def check(shape: Any, value: Any, where: str) -> None:
     Traceback (most recent call last):
     ValueError: state.names[1] is 4, not str.
     """
+    if (wrong := _wrong(shape, value)) is not None:
+        raise ValueError(where + wrong)
+
+
+def _wrong(shape: Any, value: Any) -> str | None:
+    """What is wrong, and where below this value. Text is made where something is: a state has many thousands of places."""
+    if shape is Any:
+        return None
+    if isinstance(shape, type):
+        fits = isinstance(value, shape) and (shape is bool or not isinstance(value, bool))
+        return None if fits else _not(value, shape.__name__)
     if isinstance(shape, Either):
-        for each in shape.shapes[:-1]:
-            with suppress(ValueError):
-                return check(each, value, where)
-        check(shape.shapes[-1], value, where)
-    elif isinstance(shape, list):
-        _expect(isinstance(value, list), value, where, "a list")
+        wrong = None
+        for each in shape.shapes:
+            if (wrong := _wrong(each, value)) is None:
+                return None
+        return wrong
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return _not(value, "a list")
+        [each] = shape
         for i, item in enumerate(value):
-            check(shape[0], item, f"{where}[{i}]")
+            if (wrong := _wrong(each, item)) is not None:
+                return f"[{i}]{wrong}"
     elif isinstance(shape, tuple):
-        _expect(isinstance(value, (list, tuple)) and len(value) == len(shape), value, where, f"{len(shape)} items")
+        if not isinstance(value, (list, tuple)) or len(value) != len(shape):
+            return _not(value, f"{len(shape)} items")
         for i, (each, item) in enumerate(zip(shape, value, strict=True)):
-            check(each, item, f"{where}[{i}]")
+            if (wrong := _wrong(each, item)) is not None:
+                return f"[{i}]{wrong}"
     elif isinstance(shape, dict) and str in shape:
-        _expect(isinstance(value, dict) and all(isinstance(name, str) for name in value), value, where, "a dict of names")
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            return _not(value, "a dict of names")
         for name, item in value.items():
-            check(shape[str], item, f"{where}.{name}")
+            if (wrong := _wrong(shape[str], item)) is not None:
+                return f".{name}{wrong}"
     elif isinstance(shape, dict):
-        _expect(isinstance(value, dict), value, where, "a dict")
+        if not isinstance(value, dict):
+            return _not(value, "a dict")
         for name, item in shape.items():
             if name not in value:
-                raise ValueError(f"{where} has no {name!r}.")
-            check(item, value[name], f"{where}.{name}")
-    elif shape is None:
-        _expect(value is None, value, where, "None")
-    elif shape is not Any:
-        _expect(isinstance(value, shape) and (shape is bool or not isinstance(value, bool)), value, where, shape.__name__)
+                return f" has no {name!r}."
+            if (wrong := _wrong(item, value[name])) is not None:
+                return f".{name}{wrong}"
+    elif shape is None and value is not None:
+        return _not(value, "None")
+    return None
 
 
-def _expect(holds: bool, value: Any, where: str, what: str) -> None:
-    if not holds:
-        given = repr(value)
-        raise ValueError(f"{where} is {given if len(given) < 60 else type(value).__name__}, not {what}.")
+def _not(value: Any, what: str) -> str:
+    given = repr(value)
+    return f" is {given if len(given) < 60 else type(value).__name__}, not {what}."
