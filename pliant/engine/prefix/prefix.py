@@ -175,25 +175,28 @@ class Prefix:
         self._programs.move_to_end(key)
         self._set_reasons(plan, kept)
         is_cached = kept and plan.program.uncacheable is None
-        if (plan.is_idle or not (plan.pays or is_cached or self._may_export(plan))) and not (fuse_norms and plan.frozen_norms):
+        exports = self._may_export(plan, tensors)
+        if (plan.is_idle or not (plan.pays or is_cached or exports)) and not (fuse_norms and plan.frozen_norms):
             return forward()
         rows = found.rows if found is not None else None
         if is_cached and found is None and self.features is not None:
             with without_function_modes():
                 rows = self._look_up(self.features, plan, tensors, ids)
-        if self._is_all_chains(plan) and not is_cached:
+        if not (is_cached or exports) and self._is_all_chains(plan):
             with forwards({one.module: one.forward(None, True) for one in plan.replaced}):
                 return forward()
         return self._replay(key, plan, forward, tensors, ids if is_cached else None, rows, fuse_norms)
 
     def _is_all_chains(self, plan: PrefixPlan) -> bool:
         """Whether chains are the fastest way there is: faster than to follow the prefix call by call."""
-        runs = self.runs_chains and self.dtype is None and any(one.links is not None for one in plan.replaced)
-        return runs and not self._may_export(plan)
+        return self.runs_chains and self.dtype is None and any(one.links is not None for one in plan.replaced)
 
-    def _may_export(self, plan: PrefixPlan) -> bool:
-        """Whether the prefix is or may become a model of the runtime."""
-        return self.runtime is not None and not plan.is_idle and self.runtime.serves(plan.reasons)
+    def _may_export(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> bool:
+        """Whether the prefix is or may become a model of the runtime. One in int8 waits for its calibration."""
+        if self.runtime is None or plan.is_idle or not self.runtime.serves(plan.reasons):
+            return False
+        calibration = self._calibration(plan, batch)
+        return self.runtime.in_float32 or (calibration is not None and calibration.is_complete)
 
     def _calibration(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> Calibration | None:
         """What the prefix is calibrated on; None: it is in float32."""
@@ -262,7 +265,7 @@ class Prefix:
     def _compute(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         """The outputs of the prefix from the runtime, if it has a model with these weights."""
         model = plan.on_runtime
-        if model is None or not self._may_export(plan) or not model.fits(plan):
+        if model is None or not self._may_export(plan, batch) or not model.fits(plan):
             return None
         calibration = self._calibration(plan, batch)
         if calibration is not None and calibration.is_complete and model.calibration != calibration.number:
@@ -277,11 +280,9 @@ class Prefix:
         """How a pass runs, with the outputs of its prefix if they are there."""
         if found is not None:
             return CacheHit(plan, batch, self._weights, found, fuse_norms)
-        if self.runtime is not None and self._may_export(plan):
-            calibration = self._calibration(plan, batch)
-            is_due = self.runtime.in_float32 or (calibration is not None and calibration.is_complete)
+        if self._may_export(plan, batch):
             before, plan.last_weights = plan.last_weights, plan.signature()
-            if before == plan.last_weights and is_due:  # weights that change in every step are not worth a model
+            if before == plan.last_weights:  # weights that change in every step are not worth a model
                 return Export(plan, batch, self._weights)
         return PrefixInference(plan, batch, self._weights, keeps, fuse_norms)
 
