@@ -298,9 +298,9 @@ class Prefix:
         if isinstance(built, str):
             plan.reasons["runtime"] = self.reasons["runtime"] = built
             return
-        plan.on_runtime = built
         if self.asks_int8 and built is not None and built.not_int8 is not None:
             plan.reasons["int8"] = self.reasons["int8"] = built.not_int8
+        plan.on_runtime = built if self.runtime is not None and self.runtime.serves(plan.reasons) else None
 
     def _set_reasons(self, plan: PrefixPlan, kept: bool) -> None:
         """Take over the reasons for what is not done in this program."""
