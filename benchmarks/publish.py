@@ -129,12 +129,12 @@ Where *weights off* is no larger than *PyTorch against itself*, training magnifi
     Section(
         "The prefix in int8",
         """`Session(prefix="int8")` beside float32. First tables: whole runs at one learning rate. Selections depend on MACs,
-not on time. Times include calibrating and quantising. Other tables: steps after that. This processor (Neoverse-N1) has
+not on time. Times include calibrating and quantising. Last table: steps after that. This processor (Neoverse-N1) has
 dot-product instructions. Other work ran beside it, so compare times within a table only. The
 [notebook](notebook.md#a-prefix-in-int8) says what this means.""",
         "python benchmarks/transfer.py --data DIR --classes 20 --images 40 --rates 0.03 --methods 'head, prefix int8' …; "
         "python benchmarks/step.py --ways auto 'auto, int8'",
-        ("transfer_int8_arm_cpu", "step_int8_arm_64", "step_int8_arm_128"),
+        ("transfer_int8_arm_cpu", "step_int8_arm_64"),
     ),
     Section(
         "Where the time of a step goes",
