@@ -127,6 +127,16 @@ Where *weights off* is no larger than *PyTorch against itself*, training magnifi
         ("step_x86_ort_64", "step_x86_ort_128", "step_x86_transformers", "step_cpu", "step_arm_cpu", "step_h200"),
     ),
     Section(
+        "The prefix in int8",
+        """`Session(prefix="int8")` beside float32. First tables: whole runs at one learning rate. Selections depend on MACs,
+not on time. Times include calibrating and quantising. Last table: steps after that. This processor (Neoverse-N1) has
+dot-product instructions. Other work ran beside it, so compare times within a table only. The
+[notebook](notebook.md#a-prefix-in-int8) says what this means.""",
+        "python benchmarks/transfer.py --data DIR --classes 20 --images 40 --rates 0.03 --methods 'head, prefix int8' …; "
+        "python benchmarks/step.py --ways auto 'auto, int8'",
+        ("transfer_int8_arm_cpu", "step_int8_arm_64"),
+    ),
+    Section(
         "Where the time of a step goes",
         """Operators of one step of MobileNetV2, in milliseconds, against the limits of one core: arithmetic at the speed of a
 large product of matrices, traffic at the speed of a large copy, each tensor once.""",

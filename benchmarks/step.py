@@ -14,7 +14,8 @@ weights of one layer in five of that half. What is timed:
 Plain freezing sets `requires_grad`, and frozen batch norms use their running statistics. On a CPU, networks for images also run
 plain freezing with the model and the batch channels-last; ratios refer to the faster of the two layouts. Sessions get the model
 and the batch in the default layout. `cache`: every batch was seen before, so a session reads the features before the first
-trained layer from its cache, which is on the device. On a GPU all ways use bfloat16 autocast, and channels-last for images.
+trained layer from its cache, which is on the device. `int8`: the prefix is in int8, and already calibrated and quantised. On a
+GPU all ways use bfloat16 autocast, and channels-last for images.
 
 The ways take turns. CPU: the fastest step of each, in CPU time of one thread, or wall time (of several, or with --wall where a
 system counts CPU time coarsely). Each way is in a process of its own there, since memory that one has freed makes the others
@@ -47,6 +48,7 @@ BATCHES = (4, 8, 32, 64)
 CHOICES = ("last quarter", "last half", "one layer in five of the last half")
 ON_CPU = ("prefix", "lean", "lean+prefix", "prefix, cache", "auto")
 ON_CUDA = ("prefix", "lean", "graphs", "prefix+graphs", "lean+graphs", "prefix+graphs, cache", "auto")
+CALIBRATION = 32  # samples of different batches, before a prefix is in int8
 WARM = 16  # steps: afterwards everything is recorded or captured
 
 
@@ -68,12 +70,12 @@ def plain_loop(model: nn.Module, batch: Any, loss: Any, chosen: list[str]) -> Ca
 
 
 def session(model: nn.Module, batch: Any, loss: Any, chosen: list[str], way: str) -> tuple[Session, Callable[[], Any]]:
-    engine, _, cache = way.partition(", ")
+    engine, _, more = way.partition(", ")
     full = len(chosen) == len(list(model.parameters()))
     policy = recipes.full() if full else recipes.only(*chosen)
-    features = Features("8GB", device=batch[0].device) if cache else None
-    mine = Session(model, sgd(model), loss, policy, engine=engine, cache=features)
-    ids = list(range(len(batch[1]))) if cache else None
+    features = Features("8GB", device=batch[0].device) if more == "cache" else None
+    mine = Session(model, sgd(model), loss, policy, engine=engine, cache=features, prefix="int8" if more == "int8" else None)
+    ids = list(range(len(batch[1]))) if more == "cache" else None
     return mine, lambda: mine.step(batch, ids)
 
 
@@ -120,6 +122,9 @@ def made(name: str, size: int, choice: str, way: str, setting: dict[str, Any]) -
         step = plain_loop(model, batch, loss, chosen)
     else:
         mine, step = session(model, batch, loss, chosen, way.removeprefix("full, "))
+    if mine is not None and way.endswith("int8"):
+        for _ in range(CALIBRATION // size + 2):
+            mine.step(nets.batch(name, size, setting["pixels"], device))
     for _ in range(WARM if mine is not None else 3):
         step()
     return mine, step
@@ -193,7 +198,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=None)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=None, help="just these")
     parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
-    parser.add_argument("--ways", nargs="+", default=None, help="engines to try, like 'prefix, cache' or 'lean+graphs'")
+    parser.add_argument(
+        "--ways", nargs="+", default=None, help="engines to try, like 'prefix, cache', 'auto, int8' or 'lean+graphs'"
+    )
     parser.add_argument("--repeats", type=int, default=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(

@@ -152,6 +152,7 @@ class Run:
             self.policy,
             engine=self.method.engine,
             norm=self.method.words.get("norm", "auto"),
+            prefix=self.method.words.get("prefix"),
             clip=CLIP,
             steps_per_epoch=per_epoch,
             total_steps=total,

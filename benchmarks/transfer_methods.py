@@ -18,6 +18,7 @@ Options after a comma change one thing, for ablations:
     engine plain       another engine                    norm frozen      another rule for batch norms
     epochs 6           a shorter run                     cache 4          four fixed views per image, and a feature cache
     head_first 0       share of the run for the head alone
+    prefix int8        the frozen layers before the first trained one in int8; needs ONNX Runtime
     ramp 0.8-0.2       the share falls from the first    wide 0.4         everything for the first 0.4 of the run, then the
                        step to the last                                   selection
 """
@@ -62,7 +63,7 @@ CHANGES: dict[str, Change] = {
     "wide": lambda policy, word: _wide(policy, float(word)),
     "head_first": lambda policy, word: replace(policy, head_first=float(word)),
 }
-AROUND = ("engine", "norm", "cache", "epochs")  # options of the run, not of the policy
+AROUND = ("engine", "norm", "cache", "epochs", "prefix")  # options of the run, not of the policy
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from runlogs import Blocks, batches, loss
 from torch import nn
 
 from pliant import Session, recipes
+from pliant.engine.prefix import onnx_runtime
 
 
 def given() -> tuple[Blocks, torch.optim.Optimizer]:
@@ -49,6 +50,40 @@ def test_swapped_arguments_are_named() -> None:
         Session(model, optimizer, recipes.full(), loss)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"policy='pliant' is not a Policy: give what a recipe returns"):
         Session(model, optimizer, loss, "pliant")  # type: ignore[arg-type]
+
+
+INT8 = {
+    "another value": ({"prefix": "int4"}, r"prefix='int4' is not known\. Use 'int8', or leave it out\."),
+    "a dtype": ({"prefix": torch.int8}, r"prefix=torch\.int8 is not known"),
+    "two types": ({"prefix_dtype": torch.bfloat16}, r"prefix='int8' and prefix_dtype=torch\.bfloat16 are two types"),
+    "an engine": ({"engine": "lean"}, r"needs the prefix engine, and engine='lean' does without it\. Use 'auto' or 'prefix'"),
+    "no prefix": ({"engine": "auto-prefix"}, r"engine='auto-prefix' does without it"),
+}
+
+
+@pytest.mark.parametrize("name", INT8)
+def test_a_prefix_that_cannot_be_in_int8_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    how, said = INT8[name]
+    with pytest.raises(ValueError, match=said):
+        Session(*given(), loss, recipes.head(), **{"prefix": "int8", **how})
+
+
+def test_a_prefix_in_int8_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    model = Blocks().to("meta")
+    with pytest.raises(ValueError, match=r"prefix='int8' runs on CPUs, and this model is on 'meta'\. Leave it out"):
+        Session(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, recipes.head(), prefix="int8")
+
+
+def test_a_prefix_in_int8_names_the_extra_that_it_needs() -> None:
+    model, optimizer = given()
+    with pytest.raises(
+        ImportError, match=r"prefix='int8' needs onnxruntime and onnx\. Run: pip install 'pliant\[ort\]'"
+    ) as told:
+        Session(model, optimizer, loss, recipes.head(), prefix="int8")
+    assert told.value.name == "onnxruntime"
+    Session(model, optimizer, loss, recipes.head()).close()  # nothing was left open
 
 
 def own_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pliant import Session, recipes
 from pliant.engine.kernels.arm import processor as arm
 from pliant.engine.prefix import onnx_runtime
+from pliant.engine.prefix.int8 import Int8
 from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, runtime_for
 from pliant.engine.prefix.prefix import Prefix
 from pliant.engine.prefix.prefix_plan import PrefixPlan
@@ -120,6 +121,54 @@ def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch)
     for _ in range(3):
         torch.testing.assert_close(prefix.run(lambda: loss(model, batch), batch), loss(model, batch))
     assert prefix.reasons["runtime"].startswith("ONNX Runtime cannot run it: ModuleNotFoundError: ")
+
+
+def images(count: int, size: int = 12) -> list[torch.Tensor]:
+    return list(torch.randn(count, size, 3, 5, 5, generator=torch.Generator().manual_seed(0)))
+
+
+def test_calibration_keeps_the_first_batches_and_ends_with_the_next() -> None:
+    seen, data = Int8(), images(5)
+    for number, batch in enumerate(data):
+        for _ in range(3):  # as in steps that are only measured
+            seen.see([batch, batch])
+        assert seen.calibration([batch]).is_complete == (number >= 3)
+    kept = [one[0] for one in seen.calibration([data[0]]).batches]
+    assert len(kept) == 3 and all(torch.equal(a, b) for a, b in zip(kept, data, strict=False))
+    assert all(a is not b for a, b in zip(kept, data, strict=False))
+
+
+def test_batches_of_other_shapes_are_calibrated_apart_but_not_those_of_other_sizes() -> None:
+    seen = Int8()
+    first = seen.calibration(images(1))
+    assert seen.calibration(images(1, size=3)) is first
+    others = [seen.calibration([torch.zeros(2, 3, side, side)]) for side in range(6, 12)]
+    assert len({one.number for one in [first, *others]}) == 7 and seen.calibration(images(1)) is first
+    seen.calibration([torch.zeros(2)])
+    seen.calibration([torch.zeros(2, dtype=torch.long)])  # one more than are kept
+    assert seen.calibration(images(1)).number != first.number
+
+
+def test_where_it_asks_for_int8_it_serves_other_models_too_but_not_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    for model, serves in ((nn.Conv2d(4, 4, 1), True), (nn.Linear(4, 4), False)):
+        runtime = runtime_for(model, in_int8=True)
+        assert runtime is not None and runtime.in_float32 == serves
+        assert runtime.serves({}) and runtime.serves({"int8": "why"}) == serves and not runtime.serves({"runtime": "why"})
+
+
+def test_profiles_of_sessions_in_int8_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told apart by the name of what makes a step ready."""
+    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    names = []
+    for prefix in (None, "int8"):
+        model = net().requires_grad_(True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Session(model, optimizer, loss, recipes.only("3.*"), engine="prefix", prefix=prefix) as session:
+            ready = session._engine.ready
+            assert ready is not None
+            names.append(ready.__qualname__)
+    assert len(set(names)) == 2
 
 
 @pytest.mark.parametrize("on_arm", [False, True])

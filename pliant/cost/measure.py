@@ -105,7 +105,7 @@ def timed(
 ) -> Profile:
     """Seconds of a step on this device, read with hooks on the nodes of the backward graph. Leaves no trace.
 
-    Takes about seven full steps on a CPU, and one or two more where it follows tensors. Each node is timed with all gradients and
+    Takes about seven full steps on a CPU, one or two more where it follows tensors. Each node is timed with all gradients and
     with input gradients alone; the difference is what its parameters cost. If a node has several parameters (weight and bias),
     further passes ask for one at a time. Norms that are not chosen use running statistics (`norm`, as in `Session`), which is
     timed too. Then a few whole steps are taken, and the times of the nodes are scaled so that they add up to them

@@ -56,6 +56,7 @@ class Engine(ForwardPasses):
         features: Features | None = None,
         prefix_dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
+        in_int8: bool = False,
     ) -> None:
         self._model, self._loss, self._update, self._ranks = model, loss, update, ranks or Ranks()
         self._asked, self._cuda = parse(engine), next(model.parameters()).device.type == "cuda"
@@ -64,7 +65,7 @@ class Engine(ForwardPasses):
         self.features, self.units_are_sliced = features, False  # the latter: whether channels may be chosen
         self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
         self._chosen: Hashable = None
-        self._prefix = Prefix(model, features, prefix_dtype, runtime_for(model))
+        self._prefix = Prefix(model, features, prefix_dtype, runtime_for(model, in_int8))
         self._compiled, self._norms = CompiledParts(model, loss), watch_batch_norms(model)
         self._graphs: Graphs | None = None
         self._held: Hashable = None  # the selection and mode of the captured steps that are held
@@ -263,7 +264,7 @@ class Engine(ForwardPasses):
         if graphs is not None and graphs.why_not is not None and not graphs.replays and self._asked.is_auto:
             self.not_captured = graphs.why_not
             self.settle()
-        elif (self.mode.cached and not self.caches) or (self.mode.prefix and "runtime" in self._prefix.reasons):
+        elif (self.mode.cached and not self.caches) or (self.mode.prefix and self._prefix.is_refused):
             self.settle()
         self.fills = self.features is not None and self.features.stored > stored
         return value

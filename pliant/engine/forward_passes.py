@@ -110,13 +110,17 @@ class ForwardPasses:
         """What makes the forward passes of eager steps on a CPU; None where PyTorch runs them, inside of `around()`."""
         eager = self.mode.prefix and not (self._cuda or self.mode.graphs or self._memory_is_limited)
         serves = eager and self._ranks.is_alone and self.slices is None and self._prefix.dtype is None
-        return self._ready if serves else None
+        return (self._ready_in_int8 if self._prefix.asks_int8 else self._ready) if serves else None
 
     def _ready(self, batch: Any) -> Callable[[], torch.Tensor]:
         """The forward pass of a step that trains what is trainable now; its program is recorded here, if it is not known."""
         if not self._prefix.knows(batch, None, self._sliced):
             with self.forward():
                 self._rehearse(batch, None)
-        if "runtime" in self._prefix.reasons:
+        if self._prefix.is_refused:
             self.settle()
         return partial(self._loss_of, batch, None)
+
+    def _ready_in_int8(self, batch: Any) -> Callable[[], torch.Tensor]:
+        """The same by another name, which tells kept profiles of such sessions from others."""
+        return self._ready(batch)

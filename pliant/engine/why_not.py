@@ -44,6 +44,7 @@ def reasons(
         out["lean"] = "the lean engine does not support create_graph=True, which the loss uses"
     if shards:
         out |= {name: _SHARDED for name in NAMES if asked.may(name) and not asked.is_auto}
+        out |= {"int8": _SHARDED} if prefix.asks_int8 else {}
     return out
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant.engine.modes import parse
+from pliant.engine.prefix import onnx_runtime
 from pliant.engine.prefix.feature_cache import Features
 from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
@@ -70,6 +72,26 @@ def features(cache: Any) -> Features | None:
     if cache is not None and not isinstance(cache, Features):
         raise ValueError(f"cache={cache!r} is not a feature cache: give a limit like '2GB', or Features('2GB', half=True).")
     return cache
+
+
+def in_int8(model: nn.Module, prefix: Any, dtype: torch.dtype | None, engine: str) -> bool:
+    """Whether the prefix is to run in int8; an error where it cannot."""
+    if prefix is None:
+        return False
+    if prefix != "int8":
+        raise ValueError(f"prefix={prefix!r} is not known. Use 'int8', or leave it out.")
+    if dtype is not None:
+        raise ValueError(f"prefix='int8' and prefix_dtype={dtype} are two types for one part of the model: give one of them.")
+    if not parse(engine).may("prefix"):
+        raise ValueError(
+            f"prefix='int8' needs the prefix engine, and engine={engine!r} does without it. Use 'auto' or 'prefix'."
+        )
+    device = next(model.parameters()).device.type
+    if device != "cpu":
+        raise ValueError(f"prefix='int8' runs on CPUs, and this model is on {device!r}. Leave it out.")
+    if not onnx_runtime.is_installed():
+        raise ImportError("prefix='int8' needs onnxruntime and onnx. Run: pip install 'pliant[ort]'", name="onnxruntime")
+    return True
 
 
 def check_hooks(model: nn.Module) -> None:

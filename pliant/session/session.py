@@ -75,6 +75,7 @@ class Session:
         total_steps: int | None = None,
         cache: Features | str | int | None = None,
         probe: Pieces | None = None,
+        prefix: str | None = None,
         prefix_dtype: torch.dtype | None = None,
         log: str | os.PathLike[str] | None = None,
         profile: Profile | str | os.PathLike[str] | None = None,
@@ -95,7 +96,7 @@ class Session:
         - `steps_per_epoch`, `total_steps`: optimizer steps of an epoch and of the run. `fit` knows them.
         - `cache`: bytes for the outputs of frozen layers, kept by sample id, such as "2GB"; or a `Features`.
         - `probe`: batches on which units are scored, instead of the current one.
-        - `prefix_dtype`: in which the frozen layers before the first trained one are computed.
+        - `prefix_dtype`: that of the frozen layers before the first trained one. `prefix="int8"`: int8, on ONNX Runtime.
         - `log`: the file of the run log.
         - `profile`: a saved profile to use instead of measuring. Without it, one that an earlier run kept is used (unless
           `PLIANT_PROFILES=off`). `allow_mismatch` accepts one from other conditions.
@@ -105,7 +106,7 @@ class Session:
         - `clock`: replaces the device's clock in a simulation.
         """
         arguments.check(model, optimizer, loss, policy)
-        features = arguments.features(cache)
+        features, in_int8 = arguments.features(cache), arguments.in_int8(model, prefix, prefix_dtype, engine)
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
@@ -116,7 +117,7 @@ class Session:
         arguments.check_hooks(model)
         known = ranks.first(lambda: Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile)
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
-        self._engine = Engine(model, loss, optimizer, self.update, engine, features, prefix_dtype, ranks)
+        self._engine = Engine(model, loss, optimizer, self.update, engine, features, prefix_dtype, ranks, in_int8)
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
         self._undo = Undo(model, optimizer) if undo and not ranks.shards else None

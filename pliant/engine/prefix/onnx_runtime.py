@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import time
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pliant.engine.kernels.switch import has_small_convolutions
+from pliant.engine.prefix import int8
 from pliant.engine.prefix.onnx_nodes import OPSET, TYPES, OnnxGraph, Unsupported, array, supports
 from pliant.engine.prefix.prefix_plan import PrefixPlan, Weights
 from pliant.engine.prefix.record import Call, name_of, split
@@ -37,11 +38,13 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("onnxruntime", "onnx"))
 
 
-def runtime_for(model: nn.Module) -> OnnxRuntime | None:
+def runtime_for(model: nn.Module, in_int8: bool = False) -> OnnxRuntime | None:
     """The runtime, where it is installed and steps were measured to be faster with it: networks of pointwise or grouped
-    convolutions on CPUs."""
-    serves = next(model.parameters()).device.type == "cpu" and has_small_convolutions(model)
-    return OnnxRuntime() if serves and is_installed() else None
+    convolutions on CPUs. In int8, it serves wherever it is asked for."""
+    serves = next(model.parameters()).device.type == "cpu" and has_small_convolutions(model) and is_installed()
+    if in_int8:
+        return OnnxRuntime(int8.Int8(), in_float32=serves)
+    return OnnxRuntime() if serves else None
 
 
 def why_not(plan: PrefixPlan) -> str | None:
@@ -70,6 +73,8 @@ class PrefixModel:
     weights: Hashable
     threads: int
     in_pieces: bool  # whether samples may be computed apart
+    calibration: int | None = None  # in int8: the number of its calibration
+    not_int8: str | None = None  # why it is in float32, where int8 was asked for
 
     def fits(self, plan: PrefixPlan) -> bool:
         """Whether it is still up to date."""
@@ -77,8 +82,8 @@ class PrefixModel:
 
     def run(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs of the prefix. The model reads the batch where it is, and writes into these tensors."""
-        distinct = list({id(tensor): tensor for tensor in batch}.values())
-        given = {_input(number): distinct[number].detach().contiguous() for number in self.inputs}
+        those = int8.distinct(batch)
+        given = {_input(number): those[number].detach().contiguous() for number in self.inputs}
         values = {_output(number): plan.values[number] for number in plan.frontier}
         made = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in values.items()}
         for piece in self._pieces([*given.values()]):
@@ -202,9 +207,13 @@ class Export(Replay):
 
 
 class OnnxRuntime:
-    """Makes models of prefixes. Equal models, as for batches of different sizes, share one session."""
+    """Makes models of prefixes. Equal models, as for batches of different sizes, share one session.
 
-    def __init__(self) -> None:
+    `int8` holds what models in int8 are calibrated on. `in_float32`: whether models in float32 serve as well.
+    """
+
+    def __init__(self, int8: int8.Int8 | None = None, in_float32: bool = True) -> None:
+        self.int8, self.in_float32 = int8, in_float32
         self._sessions: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
         self._seconds: list[float] = []
 
@@ -213,8 +222,21 @@ class OnnxRuntime:
         """What another prefix costs; 0 before the first."""
         return sum(self._seconds) / max(len(self._seconds), 1)
 
+    def see(self, batch: list[torch.Tensor]) -> None:
+        """A batch that goes through the model."""
+        if self.int8 is not None:
+            self.int8.see(batch)
+
+    def serves(self, reasons: Mapping[str, str]) -> bool:
+        """Whether it runs a prefix of which these reasons are known."""
+        return "runtime" not in reasons and (self.in_float32 or "int8" not in reasons)
+
+    def calibration(self, batch: list[torch.Tensor], reasons: Mapping[str, str]) -> int8.Calibration | None:
+        """What a prefix is calibrated on, for such batches; None: it is in float32."""
+        return None if self.int8 is None or not reasons.keys().isdisjoint(("runtime", "int8")) else self.int8.calibration(batch)
+
     def build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> PrefixModel | str:
-        """The model of a prefix, or why there is none."""
+        """The model of a prefix, or why there is none. It is in int8 if that is calibrated, and near enough."""
         start = time.monotonic()
         if export.refusal is not None:
             return export.refusal
@@ -222,18 +244,46 @@ class OnnxRuntime:
             written, inputs = export.model()
             threads = torch.get_num_threads()
             key = hashlib.sha256(written).digest(), threads
-            session = self._sessions.get(key)
-            if session is None:
-                session = self._sessions[key] = _session(written, threads)
+            session = self._session(key, lambda: written)
             model = PrefixModel(session, inputs, plan.signature(), threads, export.samples_are_apart())
             found = model.run(plan, batch)
+            if not export.is_whole() or not all(_is_near(one, other) for one, other in zip(found, export.rows(), strict=True)):
+                return f"the results of ONNX Runtime differ from those of PyTorch by more than {TOLERANCE:g}"
+            return self._in_int8(model, plan, batch, found, key, written)
         except Exception as error:  # whatever the runtime raises, PyTorch can still run the prefix
-            return f"ONNX Runtime cannot run it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return f"ONNX Runtime cannot run it: {_first_line(error)}"
         finally:
             self._seconds.append(time.monotonic() - start)
-        if not export.is_whole() or not all(_is_near(one, other) for one, other in zip(found, export.rows(), strict=True)):
-            return f"the results of ONNX Runtime differ from those of PyTorch by more than {TOLERANCE:g}"
-        return model
+
+    def _in_int8(
+        self,
+        model: PrefixModel,
+        plan: PrefixPlan,
+        batch: list[torch.Tensor],
+        wanted: tuple[torch.Tensor, ...],
+        key: tuple[bytes, int],
+        written: bytes,
+    ) -> PrefixModel:
+        """The model in int8, if it is calibrated; `wanted` is what it gives in float32."""
+        calibration = self.calibration(batch, plan.reasons)
+        if calibration is None or not calibration.is_complete:
+            return model
+        seen = [{_input(number): tensors[number] for number in model.inputs} for tensors in calibration.batches]
+        try:
+            session = self._session((*key, calibration.number), lambda: int8.quantised(written, seen))
+            ours = replace(model, session=session, calibration=calibration.number)
+            off = int8.distance(ours.run(plan, batch), wanted)
+        except Exception as error:  # of a prefix that the quantiser or its kernels do not know
+            return replace(model, not_int8=f"ONNX Runtime cannot quantise it: {_first_line(error)}")
+        if not off <= int8.FARTHEST:
+            return replace(model, not_int8=f"it would be off by {off:.0%}, and at most {int8.FARTHEST:.0%} is accepted")
+        return ours
+
+    def _session(self, key: Hashable, model: Callable[[], bytes]) -> Any:
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = _session(model(), torch.get_num_threads())
+        return session
 
 
 def _session(model: bytes, threads: int) -> Any:
@@ -244,6 +294,10 @@ def _session(model: bytes, threads: int) -> Any:
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # PyTorch's threads work in between
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,7 +10,8 @@ run in fused kernels too. If a pass diverges from its program, it goes on as pla
 
 Modules of torch's own are skipped as a whole, or run as chains (`replaced_modules`).
 
-With ONNX Runtime the prefix becomes a model of that runtime (`onnx_runtime`), and is skipped like one that is cached.
+With ONNX Runtime the prefix becomes a model of that runtime (`onnx_runtime`), perhaps in int8 (`int8`), and is skipped like one
+that is cached.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pliant.engine.derived_weights import Derived
 from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.inference import KEPT, PrefixInference
+from pliant.engine.prefix.int8 import SAMPLES, Calibration
 from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, why_not
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
@@ -88,7 +90,16 @@ class Prefix:
     @property
     def on_runtime(self) -> bool:
         """Whether the runtime serves, as far as is known."""
-        return self.runtime is not None and "runtime" not in self.reasons
+        return self.runtime is not None and self.runtime.serves(self.reasons)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the runtime was found not to serve."""
+        return "runtime" in self.reasons or (self.runtime is not None and not self.runtime.serves(self.reasons))
+
+    @property
+    def asks_int8(self) -> bool:
+        return self._runtime is not None and self._runtime.int8 is not None
 
     @property
     def seconds_per_model(self) -> float:
@@ -97,9 +108,17 @@ class Prefix:
 
     def why_not(self, is_on: bool) -> dict[str, str]:
         """What it does not do, and why; while it is off, just why the runtime does not serve."""
-        if self._runtime is not None and self.memory_is_limited and is_on:
-            return {**self.reasons, "runtime": "the limit on memory does not count what ONNX Runtime holds"}
-        return {name: why for name, why in self.reasons.items() if is_on or name == "runtime"}
+        out = {name: why for name, why in self.reasons.items() if is_on or name in ("runtime", "int8")}
+        if self._runtime is not None and self.memory_is_limited and (is_on or self.asks_int8):
+            out["runtime"] = "the limit on memory does not count what ONNX Runtime holds"
+        if self.asks_int8 and is_on and out.keys().isdisjoint(("prefix", "runtime", "int8")) and not self._has_int8:
+            out["int8"] = f"float32 until it is calibrated on the first {SAMPLES} samples"
+        return out
+
+    @property
+    def _has_int8(self) -> bool:
+        models = (plan.on_runtime for plan in self._programs.values())
+        return any(model is not None and model.calibration is not None for model in models)
 
     def forget(self) -> None:
         """Drop programs, folded weights and features."""
@@ -142,6 +161,8 @@ class Prefix:
             return forward()
         with without_function_modes():
             tensors = list(batches.tensors(batch))
+            if self.runtime is not None:
+                self.runtime.see(tensors)
             kept = self.features is not None and ids is not None
             samples = len(ids) if kept and ids is not None else None
             key, is_hooked = self._key(tensors, kept, choice)
@@ -154,25 +175,32 @@ class Prefix:
         self._programs.move_to_end(key)
         self._set_reasons(plan, kept)
         is_cached = kept and plan.program.uncacheable is None
-        if (plan.is_idle or not (plan.pays or is_cached or self._may_export(plan))) and not (fuse_norms and plan.frozen_norms):
+        exports = self._may_export(plan, tensors)
+        if (plan.is_idle or not (plan.pays or is_cached or exports)) and not (fuse_norms and plan.frozen_norms):
             return forward()
         rows = found.rows if found is not None else None
         if is_cached and found is None and self.features is not None:
             with without_function_modes():
                 rows = self._look_up(self.features, plan, tensors, ids)
-        if self._is_all_chains(plan) and not is_cached:
+        if not (is_cached or exports) and self._is_all_chains(plan):
             with forwards({one.module: one.forward(None, True) for one in plan.replaced}):
                 return forward()
         return self._replay(key, plan, forward, tensors, ids if is_cached else None, rows, fuse_norms)
 
     def _is_all_chains(self, plan: PrefixPlan) -> bool:
         """Whether chains are the fastest way there is: faster than to follow the prefix call by call."""
-        runs = self.runs_chains and self.dtype is None and any(one.links is not None for one in plan.replaced)
-        return runs and not self._may_export(plan)
+        return self.runs_chains and self.dtype is None and any(one.links is not None for one in plan.replaced)
 
-    def _may_export(self, plan: PrefixPlan) -> bool:
-        """Whether the prefix is or may become a model of the runtime."""
-        return self.runtime is not None and not plan.is_idle and "runtime" not in plan.reasons
+    def _may_export(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> bool:
+        """Whether the prefix is or may become a model of the runtime. One in int8 waits for its calibration."""
+        if self.runtime is None or plan.is_idle or not self.runtime.serves(plan.reasons):
+            return False
+        calibration = self._calibration(plan, batch)
+        return self.runtime.in_float32 or (calibration is not None and calibration.is_complete)
+
+    def _calibration(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> Calibration | None:
+        """What the prefix is calibrated on; None: it is in float32."""
+        return self.runtime.calibration(batch, plan.reasons) if self.runtime is not None else None
 
     def find(self, batch: Any, ids: Any, choice: Hashable = None) -> CachedRows | None:
         """The cached rows of a batch, without running anything; None if its program is not known or cannot be cached."""
@@ -189,7 +217,9 @@ class Prefix:
             plan.like = next((one.like for one in self._alike if plan.keeps_like(one)), next(NEW))
             self._alike = [*self._alike[1 - _PROGRAMS :], plan]
         shapes = tuple((tensor.shape[1:], tensor.dtype) for tensor in batch)
-        features.begin((_autocast(), shapes, plan.like, plan.signature()))  # whatever is chosen after the prefix
+        calibration = self._calibration(plan, batch)
+        number = None if calibration is None else calibration.number
+        features.begin((_autocast(), shapes, plan.like, plan.signature(), number))  # whatever is chosen after the prefix
         return features.get(ids, plan.values[plan.frontier[0]].device)
 
     def knows(self, batch: Any, ids: Any = None, choice: Hashable = None) -> bool:
@@ -235,8 +265,11 @@ class Prefix:
     def _compute(self, plan: PrefixPlan, batch: list[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         """The outputs of the prefix from the runtime, if it has a model with these weights."""
         model = plan.on_runtime
-        if model is None or not self._may_export(plan) or not model.fits(plan):
+        if model is None or not self._may_export(plan, batch) or not model.fits(plan):
             return None
+        calibration = self._calibration(plan, batch)
+        if calibration is not None and calibration.is_complete and model.calibration != calibration.number:
+            return None  # a model in int8 is due
         try:
             return model.run(plan, batch)
         except Exception as error:  # PyTorch can run the prefix, or has its own words for what is wrong
@@ -247,7 +280,7 @@ class Prefix:
         """How a pass runs, with the outputs of its prefix if they are there."""
         if found is not None:
             return CacheHit(plan, batch, self._weights, found, fuse_norms)
-        if self._may_export(plan):
+        if self._may_export(plan, batch):
             before, plan.last_weights = plan.last_weights, plan.signature()
             if before == plan.last_weights:  # weights that change in every step are not worth a model
                 return Export(plan, batch, self._weights)
@@ -264,8 +297,10 @@ class Prefix:
         built = self.runtime.build(plan, export, batch) if self.runtime is not None else None
         if isinstance(built, str):
             plan.reasons["runtime"] = self.reasons["runtime"] = built
-        else:
-            plan.on_runtime = built
+            return
+        if self.asks_int8 and built is not None and built.not_int8 is not None:
+            plan.reasons["int8"] = self.reasons["int8"] = built.not_int8
+        plan.on_runtime = built if self.runtime is not None and self.runtime.serves(plan.reasons) else None
 
     def _set_reasons(self, plan: PrefixPlan, kept: bool) -> None:
         """Take over the reasons for what is not done in this program."""
@@ -286,7 +321,8 @@ class Prefix:
         program = plan.program
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         with without_function_modes():
-            computed = self._compute(plan, batch) if found is None else None
+            computed, calibration = self._compute(plan, batch) if found is None else None, self._calibration(plan, batch)
+            is_cacheable = calibration is None or (computed is not None and plan.on_runtime.calibration == calibration.number)
             mode = self._mode(plan, batch, computed if found is None else found, ids is not None, fuse_norms)
         drawn = random_state() if isinstance(mode, CacheHit) and not captures else None
         try:
@@ -312,7 +348,8 @@ class Prefix:
             with without_function_modes():
                 if isinstance(mode, Export):
                     self._build(plan, mode, batch)
-                if found is None and ids is not None and self.features is not None and mode.is_whole():
+                keeps = found is None and ids is not None and is_cacheable
+                if keeps and self.features is not None and mode.is_whole():
                     self.features.put(ids, mode.rows())
         elif mode.diverged == LEAKS:
             program.uncacheable = self.reasons["cache"] = mode.diverged
