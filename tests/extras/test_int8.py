@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pliant import Features, Session, recipes
+from pliant.engine.kernels.arm import processor as arm
 from pliant.engine.prefix import int8, onnx_runtime
 from pliant.engine.prefix.int8 import SAMPLES, Int8, distance
 from pliant.engine.prefix.onnx_runtime import OnnxRuntime, PrefixModel
@@ -29,8 +30,9 @@ def no_onnx_runtime() -> None:
 
 @pytest.fixture(params=[True, False], ids=["float32 on the runtime", "float32 in PyTorch"])
 def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Where the prefix runs while it is not in int8: on the runtime, if that was measured to pay for such a network."""
+    """Where the prefix runs while it is not in int8: on the runtime, or in PyTorch with custom kernels."""
     monkeypatch.setattr(onnx_runtime, "has_small_convolutions", lambda model: request.param)
+    monkeypatch.setattr(arm, "SLOW_HERE", not request.param)
     return bool(request.param)
 
 
