@@ -6,10 +6,14 @@
 
 A network is tuned on a set of images, then one thing changes (`shift_data.py`), and it adapts to some labelled images of the
 new world. Every arm (`shift_arms.py`) takes the same number of steps on the same batches: SGD with momentum and a cosine
-schedule. Seed 0 runs at every learning rate, and the rate with the best validation accuracy is that of the other seeds. The
-table has test accuracies: for each shift, their mean over shifts, and the worst of the differences to the better of `nothing`
-and `head`. The last one compares `pliant` with `head` at each rate. All arms but the first two are a `Session` with the
-default `norm="auto"`, unless their recipe has its own rule.
+schedule. Seed 0 runs at every learning rate, and the rate with the best validation accuracy is that of the other seeds; with
+`--every-rate`, `head` and `pliant` run all of them. All arms but the first two are a `Session` with the default `norm="auto"`,
+unless their recipe has its own rule. Tables, of test accuracies:
+
+    arms × shifts         their means, and the worst of the differences to the better of `nothing` and `head`
+    pliant less …         the difference of the means over shifts, with its 95 % interval over seeds (Student's t)
+    the best other arm    for each shift that of the best mean validation accuracy, at the cost of `pliant`'s share or less
+    every rate            `head` and `pliant`, and the worst difference to the better of `nothing` and `head` at that rate
 
 Cost is what the plan says of a step in MACs, over a full step. Seconds include measuring, probing and choosing, but no
 evaluation; they are those of runs side by side unless `--jobs 1`.
@@ -41,6 +45,7 @@ import shift_data as worlds
 import torch
 import torch.nn.functional as F
 import transfer_tasks as tasks
+from scipy.stats import t as student
 from torch import Tensor, nn
 from training import accuracy, clock
 from transfer import prepare
@@ -124,7 +129,8 @@ def wanted(args: argparse.Namespace, done: list[dict[str, Any]]) -> list[tuple[A
         out += [(shift, arm, lr, 0) for lr in rates]
         if all((shift, arm, lr, 0) in known for lr in rates):
             lr = best(done, shift, arm)
-            out += [(shift, arm, lr, seed) for seed in range(1, args.seeds) if lr is not None]
+            every = args.every_rate and (arm == "head" or arm.startswith("pliant "))
+            out += [(shift, arm, rate, seed) for rate in rates for seed in range(1, args.seeds) if every or rate == lr]
     return sorted((one for one in out if one not in known), key=lambda one: one[3])
 
 
@@ -137,10 +143,10 @@ def best(done: list[dict[str, Any]], shift: str, arm: str) -> float | None:
 # ---------------------------------------------------------------- tables
 
 
-def scores(done: list[dict[str, Any]], shift: str, arm: str) -> dict[int, float]:
-    """Test accuracy in percent by seed, at the rate that was picked."""
+def scores(done: list[dict[str, Any]], shift: str, arm: str, on: str = "test") -> dict[int, float]:
+    """Accuracy in percent by seed, at the rate that was picked."""
     lr = best(done, shift, arm)
-    return {c["seed"]: 100 * c["test"] for c in done if (c["shift"], c["arm"], c["lr"]) == (shift, arm, lr) and "test" in c}
+    return {c["seed"]: 100 * c[on] for c in done if (c["shift"], c["arm"], c["lr"]) == (shift, arm, lr) and "test" in c}
 
 
 def table(done: list[dict[str, Any]]) -> str:
@@ -159,33 +165,72 @@ def table(done: list[dict[str, Any]]) -> str:
         ends = (f"{fmean(known):.1f}", f"{worst:+.1f}") if is_whole else ("–", "–")
         cells = [f"{value:.1f}" if value is not None else "–" for value in here]
         rows.append(f"| {arm} | {f'{fmean(costs):.2f}' if costs else '–'} | {' | '.join((*cells, *ends))} |")
-    return "\n".join(rows) + "\n\n" + differences(done, shifts, names) + "\n" + by_rate(done, shifts)
+    parts = "\n".join(rows) + "\n", differences(done, shifts, names), rivals(done, shifts, names), by_rate(done, shifts)
+    return "\n".join(parts)
 
 
 def by_rate(done: list[dict[str, Any]], shifts: list[str]) -> str:
-    """Seed 0 of `pliant` and `head` at each rate: where a part that is too large for a rate would collapse."""
-    rows = ["| arm, rate, seed 0 | " + " | ".join(shifts) + " |", "|---" * (len(shifts) + 1) + "|"]
-    ran = {key(c): 100 * c["test"] for c in done if "test" in c}
+    """`pliant` and `head` at each rate, mean of the seeds: where a part that is too large for a rate would collapse."""
+    rows = ["| arm, rate | seeds | " + " | ".join(shifts) + " | worst |", "|---" * (len(shifts) + 3) + "|"]
+    found: dict[tuple[str, str, float], list[float]] = {}
+    for c in done:
+        if "test" in c:
+            found.setdefault((c["shift"], c["arm"], c["lr"]), []).append(100 * c["test"])
+    means = {one: fmean(values) for one, values in found.items()}
+    idle = {shift: value for (shift, arm, _), value in means.items() if arm == "nothing"}
     for arm in [arm for arm in dict.fromkeys(c["arm"] for c in done) if arm == "head" or arm.startswith("pliant")]:
         for lr in sorted({c["lr"] for c in done if c["arm"] == arm}):
-            cells = (f"{ran[shift, arm, lr, 0]:.1f}" if (shift, arm, lr, 0) in ran else "–" for shift in shifts)
-            rows.append(f"| {arm}, {lr} | {' | '.join(cells)} |")
+            seeds = {len(found.get((shift, arm, lr), ())) for shift in shifts}
+            cells = (f"{means[shift, arm, lr]:.1f}" if (shift, arm, lr) in means else "–" for shift in shifts)
+            off = [
+                means[shift, arm, lr] - max(means[shift, "head", lr], idle.get(shift, 0.0))
+                for shift in shifts
+                if (shift, arm, lr) in means and (shift, "head", lr) in means
+            ]
+            rows.append(
+                f"| {arm}, {lr} | {'–'.join(str(one) for one in sorted({min(seeds), max(seeds)}))} | {' | '.join(cells)} | "
+                f"{f'{min(off):+.1f}' if off else '–'} |"
+            )
     return "\n".join(rows) + "\n"
 
 
+def interval(values: list[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval."""
+    many = len(values)
+    return fmean(values), float(student.ppf(0.975, many - 1)) * stdev(values) / many**0.5 if many > 1 else math.inf
+
+
 def differences(done: list[dict[str, Any]], shifts: list[str], names: list[str]) -> str:
-    """Each arm less `pliant` of the same share, paired by shift and seed: the mean, and its 95 % interval over pairs."""
-    rows = ["| pliant less … | mean difference | 95 % interval | pairs |", "|---|---|---|---|"]
+    """`pliant` less each arm: the mean over shifts of each seed, and its 95 % interval over seeds."""
+    rows = ["| pliant less … | mean difference | 95 % interval | seeds |", "|---|---|---|---|"]
     for ours in (arm for arm in names if arm.startswith("pliant ")):
         for other in names:
-            pairs = []
-            for shift in shifts:
-                mine, theirs = scores(done, shift, ours), scores(done, shift, other)
-                pairs += [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()]
-            if other != ours and len(pairs) > 1:
-                half = 1.96 * stdev(pairs) / len(pairs) ** 0.5
-                mean = fmean(pairs)
-                rows.append(f"| {ours} less {other} | {mean:+.1f} | {mean - half:+.1f} to {mean + half:+.1f} | {len(pairs)} |")
+            both = [(scores(done, shift, ours), scores(done, shift, other)) for shift in shifts]
+            seeds = set.intersection(*({*mine} & {*theirs} for mine, theirs in both)) if other != ours and both else set()
+            if len(seeds) > 1:
+                mean, half = interval([fmean(mine[seed] - theirs[seed] for mine, theirs in both) for seed in seeds])
+                rows.append(f"| {ours} less {other} | {mean:+.1f} | {mean - half:+.1f} to {mean + half:+.1f} | {len(seeds)} |")
+    return "\n".join(rows) + "\n"
+
+
+def rivals(done: list[dict[str, Any]], shifts: list[str], names: list[str]) -> str:
+    """`pliant` on each shift less the best other arm of its share or less."""
+    rows = ["| share | shift | best other arm | difference | 95 % interval | seeds |", "|---|---|---|---|---|---|"]
+    costs = {arm: fmean([c["cost"] for c in done if c["arm"] == arm and "cost" in c] or [0.0]) for arm in names}
+    for ours in (arm for arm in names if arm.startswith("pliant ")):
+        share = float(ours.split()[1])
+        able = [arm for arm in names if not arm.startswith("pliant ") and costs[arm] <= share + 0.005]
+        for shift in shifts:
+            mine = scores(done, shift, ours)
+            judged = {arm: found for arm in able if (found := scores(done, shift, arm, "validation"))}
+            if not mine or not judged:
+                continue
+            best_arm = max(judged, key=lambda arm: fmean(judged[arm].values()))
+            theirs = scores(done, shift, best_arm)
+            off = [mine[seed] - theirs.get(seed, theirs[0]) for seed in mine if seed in theirs or len(theirs) == 1]
+            mean, half = interval(off)
+            between = f"{mean - half:+.1f} to {mean + half:+.1f}" if math.isfinite(half) else "–"
+            rows.append(f"| {share:g} | {shift} | {best_arm} | {mean:+.1f} | {between} | {len(off)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -258,6 +303,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--per-class", type=int, default=5, help="labelled images of each class after the shift")
     parser.add_argument("--seeds", type=int, default=None, help="(3)")
     parser.add_argument("--rates", type=float, nargs="+", default=None, help=f"learning rates to try ({RATES})")
+    parser.add_argument("--every-rate", action="store_true", help="all seeds of head and pliant at every rate")
     parser.add_argument("--steps", type=int, default=None, help="(300)")
     parser.add_argument("--batch", type=int, default=None, help="(32)")
     parser.add_argument("--pixels", type=int, default=None, help="per side (128)")
