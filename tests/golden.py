@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_laws import LENGTH, ROWS, batch_no, policy_for
+from test_laws import ROWS, batch_no, policy_for
 from zoo import ZOO, adamw
 
 from pliant import Session
 
 FILE = Path(__file__).with_suffix(".json")
+LENGTH = 7  # steps of a run
 
 
 def decisions(recipe: str, model_name: str) -> list[dict[str, Any]]:
