@@ -1,6 +1,6 @@
 """PyTorch's fused kernels for the optimizer's step on a CPU: each tensor is read once, not once for each part of the formula.
 
-PyTorch uses them only where `fused=True` is given. With SGD they give the same bits; with Adam they differ by rounding.
+PyTorch uses them only where `fused=True` is given. They may round differently: SGD in few elements, Adam in most.
 """
 
 from __future__ import annotations
