@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_ort import Small, small
 from torch import nn
 
 from pliant import Features, Session, recipes
@@ -34,37 +35,6 @@ def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(onnx_runtime, "has_small_convolutions", lambda model: request.param)
     monkeypatch.setattr(arm, "SLOW_HERE", not request.param)
     return bool(request.param)
-
-
-def norm(width: int) -> nn.BatchNorm2d:
-    made = nn.BatchNorm2d(width)
-    made.running_mean.normal_()
-    made.running_var.uniform_(0.5, 2.0)
-    return made
-
-
-class Small(nn.Module):
-    """Pointwise and grouped convolutions with norms, and a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), norm(8), nn.ReLU6(inplace=True))
-        self.depth = nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1, groups=8, bias=False), norm(8), nn.ReLU6(inplace=True))
-        self.point = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), norm(8))
-        self.last = nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), norm(16), nn.ReLU6(inplace=True))
-        self.head = nn.Linear(16, 3)
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        return x + self.point(self.depth(x))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.last(self.features(x)).mean((2, 3)))
-
-
-def small() -> Small:
-    torch.manual_seed(0)
-    return Small()
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -144,9 +144,12 @@ class Small(nn.Module):
         self.last = nn.Sequential(nn.Conv2d(8, 16, 1, bias=False), norm(16), nn.ReLU6(inplace=True))
         self.head = nn.Linear(16, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
-        return self.head(self.last(x + self.point(self.depth(x))).mean((2, 3)))
+        return x + self.point(self.depth(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.last(self.features(x)).mean((2, 3)))
 
 
 def small() -> Small:
