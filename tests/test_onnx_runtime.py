@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pliant import Session, recipes
 from pliant.engine.kernels.arm import processor as arm
 from pliant.engine.prefix import onnx_runtime
-from pliant.engine.prefix.int8 import Int8
+from pliant.engine.prefix.int8 import SAMPLES, Int8, distance
 from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, runtime_for
 from pliant.engine.prefix.prefix import Prefix
 from pliant.engine.prefix.prefix_plan import PrefixPlan
@@ -127,15 +127,32 @@ def images(count: int, size: int = 12) -> list[torch.Tensor]:
     return list(torch.randn(count, size, 3, 5, 5, generator=torch.Generator().manual_seed(0)))
 
 
-def test_calibration_keeps_the_first_batches_and_ends_with_the_next() -> None:
+def test_calibration_keeps_the_first_samples_and_ends_with_the_next_batch() -> None:
     seen, data = Int8(), images(5)
     for number, batch in enumerate(data):
         for _ in range(3):  # as in steps that are only measured
             seen.see([batch, batch])
         assert seen.calibration([batch]).is_complete == (number >= 3)
-    kept = [one[0] for one in seen.calibration([data[0]]).batches]
-    assert len(kept) == 3 and all(torch.equal(a, b) for a, b in zip(kept, data, strict=False))
-    assert all(a is not b for a, b in zip(kept, data, strict=False))
+    first = torch.cat(data)[:SAMPLES]
+    for size, count in ((12, 2), (5, 6), (32, 1), (40, 1)):  # of 32 samples
+        kept = [one for (one,) in seen.calibration([data[0]]).batches(size)]
+        assert len(kept) == count and all(len(one) == size for one in kept)
+        assert torch.equal(torch.cat(kept), torch.cat([first, first])[: size * count])
+
+
+def test_samples_that_cannot_be_told_apart_are_kept_in_their_batches() -> None:
+    seen, data = Int8(), [[batch, torch.ones(3)] for batch in images(5)]
+    for batch in data:
+        seen.see(batch)
+    assert seen.calibration(data[0]).is_complete
+    for kept, batch in zip(seen.calibration(data[0]).batches(5), data, strict=False):
+        assert all(map(torch.equal, kept, batch)) and all(a is not b for a, b in zip(kept, batch, strict=True))
+
+
+def test_a_value_that_is_not_a_number_is_far_from_any() -> None:
+    one, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    assert distance([one, bad], [2 * one, one]) != distance([one, bad], [2 * one, one]), "NaN"
+    assert distance([one], [2 * one]) == 0.5
 
 
 def test_batches_of_other_shapes_are_calibrated_apart_but_not_those_of_other_sizes() -> None:

@@ -69,7 +69,9 @@ def _wrong(shape: Any, value: Any) -> str | None:
                 return f" has no {name!r}."
             if (wrong := _wrong(item, value[name])) is not None:
                 return f".{name}{wrong}"
-    elif shape is None and value is not None:
+    elif shape is not None:
+        raise TypeError(f"{shape!r} is no shape of a state.")
+    elif value is not None:
         return _not(value, "None")
     return None
 

@@ -54,7 +54,7 @@ class ForwardPasses:
         """function(model, batch), with what needs no gradient from the cache: the same features as steps use."""
         choice = self._sliced, function  # another program than that of the loss
         with torch.enable_grad(), self.forward():  # what needs a gradient shows where the cached part ends
-            return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice).detach()
+            return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice, calibrates=False).detach()
 
     def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
         forward = partial(compute_loss, self._ranks.ddp or self._model, self._loss, batch)

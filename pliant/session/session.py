@@ -96,7 +96,8 @@ class Session:
         - `steps_per_epoch`, `total_steps`: optimizer steps of an epoch and of the run. `fit` knows them.
         - `cache`: bytes for the outputs of frozen layers, kept by sample id, such as "2GB"; or a `Features`.
         - `probe`: batches on which units are scored, instead of the current one.
-        - `prefix_dtype`: that of the frozen layers before the first trained one. `prefix="int8"`: int8, on ONNX Runtime.
+        - `prefix_dtype`: that of the frozen layers before the first trained one.
+        - `prefix`: with "int8", those layers run in int8 on ONNX Runtime, calibrated on the first batches.
         - `log`: the file of the run log.
         - `profile`: a saved profile to use instead of measuring. Without it, one that an earlier run kept is used (unless
           `PLIANT_PROFILES=off`). `allow_mismatch` accepts one from other conditions.

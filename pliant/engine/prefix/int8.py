@@ -7,10 +7,12 @@ prefix is float32 again. It is used only if it is near to float32.
 from __future__ import annotations
 
 import itertools
+import logging
 import platform
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +20,45 @@ import torch
 
 SAMPLES = 32  # that activations are calibrated on: as good as 128 for MobileNetV2
 FARTHEST = 0.5  # from float32, as a share of its norm: networks that train well in int8 were at 0.3 or less
-_KINDS = 8  # shapes of batches that are calibrated apart
+_KINDS = 8  # shapes of batches that are calibrated apart, and prefixes of each that are known
 _NUMBERS = itertools.count()
 
 Kind = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Calibration:
-    """The first batches of one shape: copies of at least `SAMPLES` samples, after which it is complete."""
+    """The first samples of batches of one shape, copied. With `SAMPLES` of them it is complete."""
 
     def __init__(self) -> None:
         self.number = next(_NUMBERS)  # features of two calibrations differ
-        self.batches: list[list[torch.Tensor]] = []
+        self.refusals: dict[Hashable, str | None] = {}  # by prefix, for every size of batches: why it is not in int8, or None
         self.is_complete = False
+        self._batches: list[list[torch.Tensor]] = []
 
     def see(self, batch: Sequence[torch.Tensor]) -> None:
         """Keep a copy. The same batch again, as in steps that are only measured, counts once; a new one after enough samples
         ends the calibration, so nothing changes while the first batch is measured."""
-        if self.is_complete or (self.batches and _are_equal(self.batches[-1], batch)):
+        if self.is_complete or (self._batches and _begins_with(batch, self._batches[-1])):
             return
-        if sum(map(_samples, self.batches)) >= SAMPLES:
+        room = SAMPLES - sum(map(samples, self._batches))
+        if room <= 0:
             self.is_complete = True
         else:
-            self.batches.append([tensor.detach().clone() for tensor in batch])
+            has_rows = _have_rows(batch)
+            self._batches.append([(tensor[:room] if has_rows else tensor).detach().clone() for tensor in batch])
+
+    def refuse(self, prefix: Hashable, why: str | None) -> None:
+        self.refusals[prefix] = why
+        while len(self.refusals) > _KINDS:
+            del self.refusals[next(iter(self.refusals))]
+
+    def batches(self, size: int) -> list[list[torch.Tensor]]:
+        """The samples in batches of this size; some come twice where there are too few."""
+        if not all(map(_have_rows, self._batches)):
+            return self._batches
+        rows = [torch.cat(tensors) for tensors in zip(*self._batches, strict=True)]
+        count = max(len(rows[0]) // size, 1)
+        return [[tensor[torch.arange(at * size, (at + 1) * size) % len(tensor)] for tensor in rows] for at in range(count)]
 
 
 class Int8:
@@ -50,15 +68,16 @@ class Int8:
         self._calibrations: OrderedDict[Kind, Calibration] = OrderedDict()
 
     def see(self, batch: list[torch.Tensor]) -> None:
-        """A batch that goes through the model."""
+        """A batch that a step is taken with."""
         self.calibration(batch).see(distinct(batch))
 
     def calibration(self, batch: list[torch.Tensor]) -> Calibration:
         kind = tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in distinct(batch))
-        found = self._calibrations.setdefault(kind, Calibration())
-        while len(self._calibrations) > _KINDS:
-            self._calibrations.popitem(last=False)
-        return found
+        if kind not in self._calibrations:
+            self._calibrations[kind] = Calibration()
+            while len(self._calibrations) > _KINDS:
+                self._calibrations.popitem(last=False)
+        return self._calibrations[kind]
 
 
 def distinct(batch: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -72,11 +91,12 @@ def quantised(model: bytes, batches: Sequence[dict[str, torch.Tensor]]) -> bytes
     import onnxruntime
     from onnxruntime.quantization import QuantFormat, QuantType, quant_utils, quantize_static
 
-    with tempfile.TemporaryDirectory(prefix="pliant-int8-") as folder:
+    with tempfile.TemporaryDirectory(prefix="pliant-int8-") as folder, _no_root_handler():
         folded, out = Path(folder, "folded.onnx"), Path(folder, "int8.onnx")
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC  # norms go into convolutions
         options.optimized_model_filepath, options.log_severity_level = str(folded), 3
+        options.intra_op_num_threads = torch.get_num_threads()
         onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         prepared = onnx.load(folded)
         quant_utils.add_pre_process_metadata(prepared)  # else it would recommend to do what was done here
@@ -91,6 +111,17 @@ def quantised(model: bytes, batches: Sequence[dict[str, torch.Tensor]]) -> bytes
             weight_type=QuantType.QInt8,
         )
         return out.read_bytes()
+
+
+@contextmanager
+def _no_root_handler() -> Iterator[None]:
+    """The quantiser logs with the functions of `logging`, which give the root logger a handler for good where it has none."""
+    handler = logging.NullHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 class _Reader:
@@ -113,7 +144,8 @@ def distance(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> f
     >>> distance([torch.tensor([3.0, 4.0, 0.5])], [torch.tensor([3.0, 4.0, 0.0])])
     0.1
     """
-    return max((_distance(one.double(), other.double()) for one, other in zip(found, wanted, strict=True)), default=0.0)
+    off = [_distance(one.double(), other.double()) for one, other in zip(found, wanted, strict=True)]
+    return torch.tensor([0.0, *off], dtype=torch.double).max().item()  # NaN if any is
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -121,12 +153,17 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return 0.0 if off == 0.0 else off / size if size else float("inf")
 
 
-def _samples(batch: Sequence[torch.Tensor]) -> int:
+def samples(batch: Sequence[torch.Tensor]) -> int:
     return max((len(tensor) for tensor in batch if tensor.dim()), default=0)
 
 
-def _are_equal(kept: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(kept, batch, strict=True))
+def _have_rows(batch: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor has a row for every sample."""
+    return all(tensor.dim() and len(tensor) == samples(batch) for tensor in batch)
+
+
+def _begins_with(batch: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(one[: len(other)] if one.dim() else one, other) for one, other in zip(batch, kept, strict=True))
 
 
 def _saturates() -> bool:

@@ -264,20 +264,27 @@ class OnnxRuntime:
         key: tuple[bytes, int],
         written: bytes,
     ) -> PrefixModel:
-        """The model in int8, if it is calibrated; `wanted` is what it gives in float32."""
+        """The model in int8, if it is calibrated; `wanted` is what it gives in float32. Whether that is near enough is decided
+        once, for batches of every size."""
         calibration = self.calibration(batch, plan.reasons)
         if calibration is None or not calibration.is_complete:
             return model
-        seen = [{_input(number): tensors[number] for number in model.inputs} for tensors in calibration.batches]
+        prefix = plan.signature(), len(plan.prefix_calls)
+        if (why := calibration.refusals.get(prefix)) is not None:
+            return replace(model, not_int8=why)
+        seen = calibration.batches(int8.samples(batch))
+        named = [{_input(number): tensors[number] for number in model.inputs} for tensors in seen]
         try:
-            session = self._session((*key, calibration.number), lambda: int8.quantised(written, seen))
+            session = self._session((*key, calibration.number), lambda: int8.quantised(written, named))
             ours = replace(model, session=session, calibration=calibration.number)
             off = int8.distance(ours.run(plan, batch), wanted)
         except Exception as error:  # of a prefix that the quantiser or its kernels do not know
             return replace(model, not_int8=f"ONNX Runtime cannot quantise it: {_first_line(error)}")
-        if not off <= int8.FARTHEST:
-            return replace(model, not_int8=f"it would be off by {off:.0%}, and at most {int8.FARTHEST:.0%} is accepted")
-        return ours
+        if prefix not in calibration.refusals:
+            near = off <= int8.FARTHEST
+            why = None if near else f"it would be off by {off:.0%}, and at most {int8.FARTHEST:.0%} is accepted"
+            calibration.refuse(prefix, why)
+        return ours if why is None else replace(model, not_int8=why)
 
     def _session(self, key: Hashable, model: Callable[[], bytes]) -> Any:
         session = self._sessions.get(key)

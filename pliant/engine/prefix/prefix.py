@@ -149,19 +149,21 @@ class Prefix:
         found: CachedRows | None = None,
         fuse_norms: bool = False,
         rehearse: Callable[[], None] | None = None,
+        calibrates: bool = True,
     ) -> torch.Tensor:
         """forward() (the user's loss of this batch), and what needs no gradient as inference or from the cache.
 
         `choice` identifies what is chosen besides whole parameters: each has its own programs. `found` is the result of `find`,
         if that was called before. `fuse_norms`: frozen norms between trained layers run in fused kernels, if there are any.
-        `rehearse` is called where the program is not known, and should make it so.
+        `rehearse` is called where the program is not known, and should make it so. A prefix in int8 may be calibrated on
+        this batch (`calibrates`).
         """
         if self._diverged >= _MAX_DIVERGED + self._replayed // 20:
             self.reasons["prefix"] = "the program changes from step to step"
             return forward()
         with without_function_modes():
             tensors = list(batches.tensors(batch))
-            if self.runtime is not None:
+            if self.runtime is not None and calibrates:
                 self.runtime.see(tensors)
             kept = self.features is not None and ids is not None
             samples = len(ids) if kept and ids is not None else None
