@@ -132,8 +132,8 @@ Where *weights off* is no larger than *PyTorch against itself*, training magnifi
     Section(
         "The prefix in int8",
         """`Session(prefix="int8")` beside float32. First tables: whole runs at one learning rate. Selections depend on MACs,
-not on time. Times include calibrating and quantising. Last table: steps after that. This processor (Neoverse-N1) has
-dot-product instructions. The [notebook](notebook.md#a-prefix-in-int8) says what this means.""",
+not on time. Times include calibrating and quantising, on one core. Last table: steps after that. This processor
+(Neoverse-N1) has dot-product instructions. The [notebook](notebook.md#a-prefix-in-int8) says what this means.""",
         "python benchmarks/transfer.py --data DIR --classes 20 --images 40 --rates 0.03 --methods 'head, prefix int8' …; "
         "python benchmarks/step.py --ways auto 'auto, int8'",
         ("transfer_int8_arm_cpu", "step_int8_arm_64"),
@@ -188,9 +188,9 @@ Second table: a step that trains the last half of a network, by the way that its
     Section(
         "Networks in a world that changed",
         """A network tuned on Pets adapts to five images per class after a shift of the input, the features, the labels, its own
-weights, or the classes. Test accuracies in percent, three seeds. *Worst*: the lowest difference to the better of `nothing` and
-`head`. The second table has differences of means over shifts. In the third, the best other arm costs no more, and is picked on
-validation. Not run: `middle`, `elastic_trainer`, most arms at 0.5, shares of time.""",
+weights, or the classes. Test accuracies in percent, three seeds (one to three at rates that were not picked). *Worst*: the
+lowest difference to the better of `nothing` and `head`. The second table has differences of means over shifts. In the third, the best other arm costs no more, and is picked on
+validation. Not run: `middle`, `elastic_trainer`, `lora`, most arms at 0.5, shares of time.""",
         "python benchmarks/shift.py --data DIR --device cuda --jobs 16 --steps 200 --every-rate",
         ("shift_h200",),
     ),

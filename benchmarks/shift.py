@@ -227,7 +227,9 @@ def rivals(done: list[dict[str, Any]], shifts: list[str], names: list[str]) -> s
                 continue
             best_arm = max(judged, key=lambda arm: fmean(judged[arm].values()))
             theirs = scores(done, shift, best_arm)
-            off = [mine[seed] - theirs.get(seed, theirs[0]) for seed in mine if seed in theirs or len(theirs) == 1]
+            off = [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()]
+            if not off:
+                continue
             mean, half = interval(off)
             between = f"{mean - half:+.1f} to {mean + half:+.1f}" if math.isfinite(half) else "–"
             rows.append(f"| {share:g} | {shift} | {best_arm} | {mean:+.1f} | {between} | {len(off)} |")
