@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from test_ort import Small, small
+from test_ort import Small, small, taught
 from torch import nn
 
 from pliant import Features, Session, recipes
@@ -136,24 +135,11 @@ def test_layers_of_a_transformer_are_quantised() -> None:
 
 def test_training_learns_as_in_float32() -> None:
     """The last losses of int8 and float32 differ less than those of different seeds."""
-    patterns = torch.randn(3, 3, 12, 12, generator=torch.Generator().manual_seed(2))
-
-    def wrong(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
 
     def last_loss(seed: int, prefix: str | None) -> float:
-        draw = torch.Generator().manual_seed(seed)
-        torch.manual_seed(seed)
-        model = Small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-        losses = []
-        with Session(model, optimizer, wrong, recipes.only("last.*", "head.*"), prefix=prefix) as session:
-            for _ in range(200):
-                labels = torch.randint(3, (8,), generator=draw)
-                images = patterns[labels] + torch.randn(8, 3, 12, 12, generator=draw)
-                losses.append(float(session.step((images, labels))))
-            assert any(model.calibration is not None for model in models_of(session)) == (prefix == "int8")
-        return sum(losses[-20:]) / 20
+        loss, session = taught(seed, prefix=prefix)
+        assert any(model.calibration is not None for model in models_of(session)) == (prefix == "int8")
+        return loss
 
     exact = torch.tensor([last_loss(seed, None) for seed in range(3)])
     ours = torch.tensor([last_loss(seed, "int8") for seed in range(3)])
