@@ -75,3 +75,7 @@ def test_the_published_tables_are_the_measured_ones() -> None:
     assert publish.fleets(text) == text
     assert publish.results() == (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert publish.models() == (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_read_in_a_minute() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
