@@ -211,6 +211,15 @@ def test_the_named_floor_works_as_a_share_and_as_an_amount(always: tuple[str, ..
         assert plan(policy(budget=Budget(**{kind: floor}), always=always), profile, values).units  # type: ignore[arg-type]
 
 
+def test_what_a_full_step_keeps_is_never_refused() -> None:
+    """Measured steps of a small model: with custom kernels, or by chance, part of it took longer than a plain full step."""
+    profile = replace(FOUR, plain=Cost(5.0, 1000)).with_watts(50.0)
+    for asked in (Budget(time=1.0), Budget(time="6s"), Budget(energy=1.0), Budget(energy=1.0, time="6s")):
+        solver = milp() if asked.energy and asked.time else knapsack()
+        assert chosen(plan(policy(solver, budget=asked), profile, VALUES)) == "u0"
+    assert "is below the floor of 1.600" in refusal(policy(budget=Budget(time=0.99)), profile, VALUES)
+
+
 @pytest.mark.parametrize("own", [1e-3, 1e-6, 1e-9])
 def test_a_budget_at_the_exact_floor_works(own: float) -> None:
     """Also where the unit is so small beside the forward pass that subtracting the one from the other rounds."""

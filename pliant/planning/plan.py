@@ -30,7 +30,7 @@ def plan(
     """Choose units under the policy's budget. Pure: same inputs and seed, same answer.
 
     `values` says what each unit is worth. One whose value is not a number is chosen only if the policy always chooses it. A
-    budget below the floor, the cheapest possible step, raises `BudgetError`.
+    budget below the floor, the cheapest possible step, raises `BudgetError`, unless a full step keeps it.
 
     The other arguments serve a session that corrects its plan:
 
@@ -64,8 +64,9 @@ def plan(
 
     floor, what = floor_of(problem_within(limit), profile, units)
     for name in ("seconds", "joules"):
-        if correction is not None and name in limit:
-            limit[name] = max(limit[name] * correction, getattr(floor, name))
+        # What a full step keeps is never refused, though a small model may measure as slower with less of it trained.
+        if name in limit and (correction is not None or limit[name] >= getattr(full, name)):
+            limit[name] = max(limit[name] * (1.0 if correction is None else correction), getattr(floor, name))
     if within is not None and "bytes" in limit:
         limit["bytes"] = min(limit["bytes"], max(within, floor.bytes))
     check_floor(floor, what, base, limit, full)
