@@ -54,7 +54,7 @@ docs: .venv-docs/.installed
 
 .venv-extras/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-extras
-	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev,energy,ort,zoo,hf,lightning,flower,executorch,onnx,datasets,examples]' build twine
+	.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev,energy,openvino,ort,zoo,hf,lightning,flower,executorch,onnx,datasets,examples]' build twine
 	touch $@
 
 # Small versions of the main tables, in build/bench. That of transfer.py needs the folder with data and weights in PLIANT_DATA.

@@ -17,7 +17,7 @@ import torch
 
 from pliant.engine.kernels import channels_last
 from pliant.engine.kernels.arm import processor as arm
-from pliant.engine.prefix import onnx_runtime
+from pliant.engine.prefix import runtimes
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,9 +55,9 @@ def one_dnn() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests do not depend on whether ONNX Runtime is installed; those in extras/test_ort.py are about it."""
-    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: False)
+def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests do not depend on whether an inference runtime is installed; those in extras/test_runtimes.py are about them."""
+    monkeypatch.setattr(runtimes, "_has", lambda name: False)
 
 
 @pytest.fixture(autouse=True)

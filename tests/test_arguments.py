@@ -12,7 +12,7 @@ from runlogs import Blocks, batches, loss
 from torch import nn
 
 from pliant import Session, recipes
-from pliant.engine.prefix import onnx_runtime
+from pliant.engine.prefix import runtimes
 
 
 def given() -> tuple[Blocks, torch.optim.Optimizer]:
@@ -63,14 +63,14 @@ INT8 = {
 
 @pytest.mark.parametrize("name", INT8)
 def test_a_prefix_that_cannot_be_in_int8_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(runtimes, "_has", lambda name: True)
     how, said = INT8[name]
     with pytest.raises(ValueError, match=said):
         Session(*given(), loss, recipes.head(), **{"prefix": "int8", **how})
 
 
 def test_a_prefix_in_int8_is_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(runtimes, "_has", lambda name: True)
     model = Blocks().to("meta")
     with pytest.raises(ValueError, match=r"prefix='int8' runs on CPUs, and this model is on 'meta'\. Leave it out"):
         Session(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, recipes.head(), prefix="int8")

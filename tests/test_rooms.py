@@ -32,7 +32,7 @@ EVERYWHERE_BUT_CORE = {"torch", "numpy"}
 BESIDES = {
     "planning": {"scipy"},
     "cost": {"scipy"},
-    "engine": {"triton", "onnx", "onnxruntime"},
+    "engine": {"triton", "onnx", "onnxruntime", "openvino"},
     "session": {"safetensors"},
     "integrations": {"transformers", "accelerate", "lightning", "pytorch_lightning", "flwr", "safetensors"},
     "export": {"executorch", "onnx", "onnxruntime", "safetensors"},

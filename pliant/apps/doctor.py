@@ -32,7 +32,8 @@ EXTRAS = (
     ("PIL", "pliant[images]", "folders of images and packed sets"),
     ("timm", "timm", "models by the name timm:NAME"),
     ("tensorboard", "pliant[tensorboard]", "`--log-to tensorboard`"),
-    ("onnxruntime", "pliant[ort]", "faster steps on CPUs: frozen convolutions on ONNX Runtime"),
+    ("openvino", "pliant[openvino]", "faster steps on CPUs: frozen convolutions on OpenVINO"),
+    ("onnxruntime", "pliant[ort]", 'the same on ONNX Runtime, if OpenVINO is missing; `Session(prefix="int8")`'),
     ("zeus", "pliant[energy]", "joules of GPUs, CPUs and boards: budgets with `energy=`"),
     *((("tomli", "pliant[toml]", "options in a file: `--config`"),) if sys.version_info < (3, 11) else ()),
 )

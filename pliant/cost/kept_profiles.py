@@ -231,7 +231,7 @@ def _of_settings() -> Mapping[str, Any]:
         "python": platform.python_version(),
         "torch": [torch.__version__, torch.version.cuda, backends.cudnn.version() if torch.cuda.is_available() else None],
         "triton": find_spec("triton") is not None,
-        "runtime": [find_spec(name) is not None for name in ("onnxruntime", "onnx")],
+        "runtime": [find_spec(name) is not None for name in ("openvino", "onnxruntime", "onnx")],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn": [backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic],
         "onednn": backends.mkldnn.enabled,

@@ -29,8 +29,8 @@ from pliant.engine.lean.frozen_batchnorm import frozen_scales, watch_batch_norms
 from pliant.engine.modes import parse, pick
 from pliant.engine.own_loop import CallersStep
 from pliant.engine.prefix.feature_cache import Features
-from pliant.engine.prefix.onnx_runtime import runtime_for
 from pliant.engine.prefix.prefix import CachedRows, Prefix
+from pliant.engine.prefix.prefix_model import runtime_for
 from pliant.engine.slices.checks import check_can_train
 from pliant.engine.slices.slices import Slices
 from pliant.engine.why_not import News, reasons

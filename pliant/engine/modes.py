@@ -51,7 +51,7 @@ def pick(
     - a cache is the prefix engine's, wherever one was given;
     - where memory is limited: lean, and on CUDA captured if `captures` says that what a captured step holds fits in;
     - else on CUDA: prefix and graphs, or plain where steps cannot be captured;
-    - else on a CPU: prefix where custom kernels serve this processor and model, or ONNX Runtime does; plain where they do not.
+    - else on a CPU: prefix where custom kernels or an inference runtime serve this processor and model; plain where none does.
 
     >>> str(pick(parse("auto"), cuda=True)), str(pick(parse("auto"))), str(pick(parse("auto"), memory_is_limited=True))
     ('prefix+graphs', 'plain', 'lean')

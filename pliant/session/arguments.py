@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pliant.engine.modes import parse
-from pliant.engine.prefix import onnx_runtime
+from pliant.engine.prefix import runtimes
 from pliant.engine.prefix.feature_cache import Features
 from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
@@ -89,7 +89,7 @@ def in_int8(model: nn.Module, prefix: Any, dtype: torch.dtype | None, engine: st
     device = next(model.parameters()).device.type
     if device != "cpu":
         raise ValueError(f"prefix='int8' runs on CPUs, and this model is on {device!r}. Leave it out.")
-    if not onnx_runtime.is_installed():
+    if not runtimes.has_int8():
         raise ImportError("prefix='int8' needs onnxruntime and onnx. Run: pip install 'pliant[ort]'", name="onnxruntime")
     return True
 

@@ -9,29 +9,30 @@ from typing import Any
 
 import pytest
 import torch
-from test_ort import Small, small, taught
+from test_runtimes import Small, small, taught
 from torch import nn
 
 from pliant import Features, Session, recipes
 from pliant.engine.kernels.arm import processor as arm
-from pliant.engine.prefix import int8, onnx_runtime
+from pliant.engine.prefix import int8, prefix_model
 from pliant.engine.prefix.int8 import SAMPLES, Int8, distance
-from pliant.engine.prefix.onnx_runtime import OnnxRuntime, PrefixModel
 from pliant.engine.prefix.prefix import Prefix
+from pliant.engine.prefix.prefix_model import InferenceRuntime, PrefixModel
+from pliant.engine.prefix.runtimes import OnOpenVino
 
 pytest.importorskip("onnxruntime")
 WAITS = "float32 until it is calibrated on the first 32 samples"
 
 
 @pytest.fixture(autouse=True)
-def no_onnx_runtime() -> None:
+def no_runtime() -> None:
     """Here it is used."""
 
 
 @pytest.fixture(params=[True, False], ids=["float32 on the runtime", "float32 in PyTorch"])
 def in_float32(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Where the prefix runs while it is not in int8: on the runtime, or in PyTorch with custom kernels."""
-    monkeypatch.setattr(onnx_runtime, "has_small_convolutions", lambda model: request.param)
+    monkeypatch.setattr(prefix_model, "has_small_convolutions", lambda model: request.param)
     monkeypatch.setattr(arm, "SLOW_HERE", not request.param)
     return bool(request.param)
 
@@ -63,7 +64,7 @@ def models_of(session: Session) -> list[PrefixModel]:
 def quantised(body: nn.Module, data: list[torch.Tensor]) -> tuple[Prefix, PrefixModel]:
     """The prefix `body`, in int8, after these batches and one more pass."""
     model = nn.Sequential(body.eval().requires_grad_(False), Scale())
-    prefix = Prefix(model, runtime=OnnxRuntime(Int8()))
+    prefix = Prefix(model, runtime=InferenceRuntime(OnOpenVino, Int8()))
     for batch in [*data, data[0], data[1]]:
         prefix.run(lambda batch=batch: loss(model, batch), batch)  # type: ignore[misc]
     (plan,) = prefix._programs.values()
@@ -186,7 +187,7 @@ def test_a_first_batch_that_is_large_enough_is_measured_in_float32() -> None:
 
 
 def test_batches_of_other_sizes_share_one_model_and_new_weights_make_a_new_one() -> None:
-    model, runtime = small().eval(), OnnxRuntime(Int8())
+    model, runtime = small().eval(), InferenceRuntime(OnOpenVino, Int8())
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     prefix = Prefix(model, runtime=runtime)
@@ -197,11 +198,11 @@ def test_batches_of_other_sizes_share_one_model_and_new_weights_make_a_new_one()
     for batch in [*batches(6), *batches(3, size=5, seed=4)]:
         run(batch)
     made = [plan.on_runtime for plan in prefix._programs.values()]
-    assert len(made) == 2 and made[0].session is made[1].session and made[0].calibration == made[1].calibration is not None
+    assert len(made) == 2 and made[0].loaded is made[1].loaded and made[0].calibration == made[1].calibration is not None
     model.stem[1].running_mean.add_(0.5)
     for batch in batches(3, seed=5):
         run(batch)
-    assert next(reversed(prefix._programs.values())).on_runtime.session is not made[0].session
+    assert next(reversed(prefix._programs.values())).on_runtime.loaded is not made[0].loaded
 
 
 # ------------------------------------------------------------ when it is not
@@ -239,7 +240,7 @@ def test_where_memory_is_limited_it_is_left_out_and_told() -> None:
     with Session(model, optimizer, loss, recipes.pliant(memory="1MB"), prefix="int8") as session:
         session.step(batches(1)[0])
         assert session.engine == "lean"
-        assert session.why_not["runtime"] == "the limit on memory does not count what ONNX Runtime holds"
+        assert session.why_not["runtime"] == "the limit on memory does not count what an inference runtime holds"
 
 
 # ------------------------------------------------------------ cache, checkpoints, traces

@@ -61,12 +61,12 @@ class OnnxGraph:
         try:
             return _NODES[name](self, out, *args, **kwargs)
         except (KeyError, TypeError):
-            raise Unsupported(f"{name} is not written for ONNX Runtime with such arguments") from None
+            raise Unsupported(f"{name} is not written as ONNX with such arguments") from None
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
     if tensor.dtype not in TYPES:
-        raise Unsupported(f"values of {str(tensor.dtype).removeprefix('torch.')} are not written for ONNX Runtime")
+        raise Unsupported(f"values of {str(tensor.dtype).removeprefix('torch.')} are not written as ONNX")
     return tensor.detach().contiguous().numpy()
 
 

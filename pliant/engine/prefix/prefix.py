@@ -10,8 +10,8 @@ run in fused kernels too. If a pass diverges from its program, it goes on as pla
 
 Modules of torch's own are skipped as a whole, or run as chains (`replaced_modules`).
 
-With ONNX Runtime the prefix becomes a model of that runtime (`onnx_runtime`), perhaps in int8 (`int8`), and is skipped like one
-that is cached.
+With an inference runtime the prefix becomes a model of that runtime (`prefix_model`, `runtimes`), perhaps in int8 (`int8`),
+and is skipped like one that is cached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.inference import KEPT, PrefixInference
 from pliant.engine.prefix.int8 import SAMPLES, Calibration
-from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, why_not
+from pliant.engine.prefix.prefix_model import Export, InferenceRuntime, why_not
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
 from pliant.engine.prefix.replaced_modules import entering, find_replaced, forwards
@@ -71,7 +71,7 @@ class Prefix:
         model: nn.Module,
         features: Features | None = None,
         dtype: torch.dtype | None = None,
-        runtime: OnnxRuntime | None = None,
+        runtime: InferenceRuntime | None = None,
     ) -> None:
         """`features` caches the outputs of the prefix by sample; `dtype` is that of its convolutions and linear layers.
         `runtime` runs the prefix where it can, but not while memory is limited: what it holds is not counted."""
@@ -84,7 +84,7 @@ class Prefix:
         self.forget()
 
     @property
-    def runtime(self) -> OnnxRuntime | None:
+    def runtime(self) -> InferenceRuntime | None:
         return None if self.memory_is_limited else self._runtime
 
     @property
@@ -110,7 +110,7 @@ class Prefix:
         """What it does not do, and why; while it is off, just why the runtime does not serve."""
         out = {name: why for name, why in self.reasons.items() if is_on or name in ("runtime", "int8")}
         if self._runtime is not None and self.memory_is_limited and (is_on or self.asks_int8):
-            out["runtime"] = "the limit on memory does not count what ONNX Runtime holds"
+            out["runtime"] = "the limit on memory does not count what an inference runtime holds"
         if self.asks_int8 and is_on and out.keys().isdisjoint(("prefix", "runtime", "int8")) and not self._has_int8:
             out["int8"] = f"float32 until it is calibrated on the first {SAMPLES} samples"
         return out
@@ -275,7 +275,7 @@ class Prefix:
         try:
             return model.run(plan, batch)
         except Exception as error:  # PyTorch can run the prefix, or has its own words for what is wrong
-            plan.reasons["runtime"] = self.reasons["runtime"] = f"ONNX Runtime failed: {type(error).__name__}: {error}"
+            plan.reasons["runtime"] = self.reasons["runtime"] = f"{model.loaded.title} failed: {type(error).__name__}: {error}"
             return None
 
     def _mode(self, plan: PrefixPlan, batch: list[torch.Tensor], found: Any, keeps: bool, fuse_norms: bool) -> Replay:

@@ -1,12 +1,11 @@
-"""Runs the prefix on ONNX Runtime: a recorded program becomes a model, once, and the model runs in later passes.
+"""The prefix as a model for an inference runtime: a recorded program becomes a model, once, which runs in later passes.
 
-The model is written while one pass runs as plain PyTorch. It is used only if it gives the results of that pass.
+The model is written as ONNX while one pass runs as plain PyTorch. It is used only if it gives the results of that pass.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -17,15 +16,15 @@ import torch
 from torch import nn
 
 from pliant.engine.kernels.switch import has_small_convolutions
-from pliant.engine.prefix import int8
+from pliant.engine.prefix import int8, runtimes
 from pliant.engine.prefix.onnx_nodes import OPSET, TYPES, OnnxGraph, Unsupported, array, supports
 from pliant.engine.prefix.prefix_plan import PrefixPlan, Weights
 from pliant.engine.prefix.record import Call, name_of, split
 from pliant.engine.prefix.replay import Replay
+from pliant.engine.prefix.runtimes import Loaded, OnOnnxRuntime
 from pliant.runtime.torch_internals import without_function_modes
 
 TOLERANCE = 1e-4  # of the largest value
-_AT_A_TIME = 4 * 3 * 128 * 128  # values of a batch: so few that what layers hand on stays in the processor's caches
 _TWO_VALUES = frozenset({"Add", "Div", "Mul", "Sub"})
 # What these make of a batch of images are images, one for each, that depend on no other.
 _EACH_ALONE = _TWO_VALUES | {
@@ -34,17 +33,16 @@ _EACH_ALONE = _TWO_VALUES | {
 }
 
 
-def is_installed() -> bool:
-    return all(importlib.util.find_spec(name) is not None for name in ("onnxruntime", "onnx"))
-
-
-def runtime_for(model: nn.Module, in_int8: bool = False) -> OnnxRuntime | None:
-    """The runtime, where it is installed and steps were measured to be faster with it: networks of pointwise or grouped
+def runtime_for(model: nn.Module, in_int8: bool = False) -> InferenceRuntime | None:
+    """The runtime, where one is installed and steps were measured to be faster with it: networks of pointwise or grouped
     convolutions on CPUs. In int8, it serves wherever it is asked for."""
-    serves = next(model.parameters()).device.type == "cpu" and has_small_convolutions(model) and is_installed()
+    kind = runtimes.best()
+    if kind is None:
+        return None
+    serves = next(model.parameters()).device.type == "cpu" and has_small_convolutions(model)
     if in_int8:
-        return OnnxRuntime(int8.Int8(), in_float32=serves)
-    return OnnxRuntime() if serves else None
+        return InferenceRuntime(kind, int8.Int8(), in_float32=serves)
+    return InferenceRuntime(kind) if serves else None
 
 
 def why_not(plan: PrefixPlan) -> str | None:
@@ -56,8 +54,8 @@ def why_not(plan: PrefixPlan) -> str | None:
     calls = [plan.calls[at] for at in plan.prefix_calls if at not in plan.recomputed]
     for value in [plan.values[number] for call in calls for number in call.makes]:
         if value.dtype not in TYPES or value.device.type != "cpu":
-            return f"values of {str(value.dtype).removeprefix('torch.')} on {value.device} are not written for ONNX Runtime"
-    return next((f"{name} is not written for ONNX Runtime" for name in map(_name, calls) if not supports(name)), None)
+            return f"values of {str(value.dtype).removeprefix('torch.')} on {value.device} are not written as ONNX"
+    return next((f"{name} is not written as ONNX" for name in map(_name, calls) if not supports(name)), None)
 
 
 def _name(call: Call) -> str:
@@ -68,11 +66,11 @@ def _name(call: Call) -> str:
 class PrefixModel:
     """The prefix of one program as a model, for the weights that it had."""
 
-    session: Any
+    loaded: Loaded
     inputs: tuple[int, ...]  # which tensors of the batch it reads, each counted once
     weights: Hashable
     threads: int
-    in_pieces: bool  # whether samples may be computed apart
+    apart: bool  # whether samples may be computed apart
     calibration: int | None = None  # in int8: the number of its calibration
     not_int8: str | None = None  # why it is in float32, where int8 was asked for
 
@@ -86,27 +84,8 @@ class PrefixModel:
         given = {_input(number): those[number].detach().contiguous() for number in self.inputs}
         values = {_output(number): plan.values[number] for number in plan.frontier}
         made = {name: torch.empty(value.shape, dtype=value.dtype) for name, value in values.items()}
-        for piece in self._pieces([*given.values()]):
-            binding, held = self.session.io_binding(), []
-            for bind, tensors in ((binding.bind_input, given), (binding.bind_output, made)):
-                for name, tensor in tensors.items():
-                    part = tensor if piece is None else tensor[piece]
-                    held.append(part)
-                    bind(name, "cpu", 0, _numpy_type(part), tuple(part.shape), part.data_ptr())
-            self.session.run_with_iobinding(binding)
+        self.loaded.run(given, made, self.apart)
         return tuple(made.values())
-
-    def _pieces(self, given: list[torch.Tensor]) -> list[slice | None]:
-        """Parts of the batch that run one after the other; None is all of it."""
-        if not self.in_pieces:
-            return [None]
-        size = len(given[0])
-        step = max(1, size * _AT_A_TIME // max(sum(tensor.numel() for tensor in given), 1))
-        return [slice(at, at + step) for at in range(0, size, step)] if step < size else [None]
-
-
-def _numpy_type(tensor: torch.Tensor) -> Any:
-    return array(torch.empty(0, dtype=tensor.dtype)).dtype.type
 
 
 def _input(number: int) -> str:
@@ -206,15 +185,16 @@ class Export(Replay):
         return whole.SerializeToString(), tuple(self._inputs)
 
 
-class OnnxRuntime:
-    """Makes models of prefixes. Equal models, as for batches of different sizes, share one session.
+class InferenceRuntime:
+    """Makes models of prefixes. Equal models, as for batches of different sizes, are loaded once.
 
-    `int8` holds what models in int8 are calibrated on. `in_float32`: whether models in float32 serve as well.
+    `kind` is the runtime of models in float32. `int8` holds what models in int8 are calibrated on. `in_float32`: whether models
+    in float32 serve as well.
     """
 
-    def __init__(self, int8: int8.Int8 | None = None, in_float32: bool = True) -> None:
-        self.int8, self.in_float32 = int8, in_float32
-        self._sessions: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+    def __init__(self, kind: type[Loaded], int8: int8.Int8 | None = None, in_float32: bool = True) -> None:
+        self.kind, self.int8, self.in_float32 = kind, int8, in_float32
+        self._loaded: WeakValueDictionary[Hashable, Loaded] = WeakValueDictionary()
         self._seconds: list[float] = []
 
     @property
@@ -244,14 +224,14 @@ class OnnxRuntime:
             written, inputs = export.model()
             threads = torch.get_num_threads()
             key = hashlib.sha256(written).digest(), threads
-            session = self._session(key, lambda: written)
-            model = PrefixModel(session, inputs, plan.signature(), threads, export.samples_are_apart())
+            loaded = self._load(key, self.kind, lambda: written)
+            model = PrefixModel(loaded, inputs, plan.signature(), threads, export.samples_are_apart())
             found = model.run(plan, batch)
             if not export.is_whole() or not all(_is_near(one, other) for one, other in zip(found, export.rows(), strict=True)):
-                return f"the results of ONNX Runtime differ from those of PyTorch by more than {TOLERANCE:g}"
+                return f"the results of {self.kind.title} differ from those of PyTorch by more than {TOLERANCE:g}"
             return self._in_int8(model, plan, batch, found, key, written)
         except Exception as error:  # whatever the runtime raises, PyTorch can still run the prefix
-            return f"ONNX Runtime cannot run it: {_first_line(error)}"
+            return f"{self.kind.title} cannot run it: {_first_line(error)}"
         finally:
             self._seconds.append(time.monotonic() - start)
 
@@ -275,8 +255,8 @@ class OnnxRuntime:
         seen = calibration.batches(int8.samples(batch))
         named = [{_input(number): tensors[number] for number in model.inputs} for tensors in seen]
         try:
-            session = self._session((*key, calibration.number), lambda: int8.quantised(written, named))
-            ours = replace(model, session=session, calibration=calibration.number)
+            loaded = self._load((*key, calibration.number), OnOnnxRuntime, lambda: int8.quantised(written, named))
+            ours = replace(model, loaded=loaded, calibration=calibration.number)
             off = int8.distance(ours.run(plan, batch), wanted)
         except Exception as error:  # of a prefix that the quantiser or its kernels do not know
             return replace(model, not_int8=f"ONNX Runtime cannot quantise it: {_first_line(error)}")
@@ -286,25 +266,17 @@ class OnnxRuntime:
             calibration.refuse(prefix, why)
         return ours if why is None else replace(model, not_int8=why)
 
-    def _session(self, key: Hashable, model: Callable[[], bytes]) -> Any:
-        session = self._sessions.get(key)
-        if session is None:
-            session = self._sessions[key] = _session(model(), torch.get_num_threads())
-        return session
-
-
-def _session(model: bytes, threads: int) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # PyTorch's threads work in between
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    def _load(self, key: Hashable, kind: type[Loaded], model: Callable[[], bytes]) -> Loaded:
+        loaded = self._loaded.get(key)
+        if loaded is None:
+            loaded = self._loaded[key] = kind(model(), torch.get_num_threads())
+        return loaded
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    """Of what it says; OpenVINO begins with where it was raised."""
+    lines = (line for line in str(error).splitlines() if not line.startswith("Exception from "))
+    return f"{type(error).__name__}: {next(lines, '')}"
 
 
 def _is_near(one: torch.Tensor, other: torch.Tensor) -> bool:

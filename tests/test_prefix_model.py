@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pliant import Session, recipes
 from pliant.engine.kernels.arm import processor as arm
-from pliant.engine.prefix import onnx_runtime
+from pliant.engine.prefix import runtimes
 from pliant.engine.prefix.int8 import SAMPLES, Int8, distance
-from pliant.engine.prefix.onnx_runtime import Export, OnnxRuntime, runtime_for
 from pliant.engine.prefix.prefix import Prefix
+from pliant.engine.prefix.prefix_model import Export, InferenceRuntime, runtime_for
 from pliant.engine.prefix.prefix_plan import PrefixPlan
+from pliant.engine.prefix.runtimes import Loaded, OnOnnxRuntime, OnOpenVino
 
 
 def net() -> nn.Sequential:
@@ -30,11 +31,11 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
-class StandIn(OnnxRuntime):
+class StandIn(InferenceRuntime):
     """Gives what the writing pass computed, for its batch alone."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(OnOnnxRuntime)
         self.runs = 0
 
     def build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> Any:
@@ -105,8 +106,7 @@ def test_values_that_somebody_keeps_are_computed() -> None:
     assert prefix.reasons["runtime"] == "values of the prefix are still alive after the forward pass"
 
 
-def test_without_the_package_sessions_run_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: False)
+def test_without_a_package_sessions_run_as_before() -> None:
     model = net().requires_grad_(True)
     assert runtime_for(model) is None
     with Session(model, torch.optim.SGD(model.parameters(), 0.1), loss, recipes.only("3.*")) as session:
@@ -114,13 +114,14 @@ def test_without_the_package_sessions_run_as_before(monkeypatch: pytest.MonkeyPa
         assert "runtime" not in session.why_not
 
 
-def test_a_package_that_does_not_import_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OnOnnxRuntime, OnOpenVino])
+def test_a_package_that_does_not_import_is_told(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     model, batch = net(), torch.randn(4, 3, 5, 5)
-    prefix = Prefix(model, runtime=OnnxRuntime())
+    prefix = Prefix(model, runtime=InferenceRuntime(kind))
     for _ in range(3):
         torch.testing.assert_close(prefix.run(lambda: loss(model, batch), batch), loss(model, batch))
-    assert prefix.reasons["runtime"].startswith("ONNX Runtime cannot run it: ModuleNotFoundError: ")
+    assert prefix.reasons["runtime"].startswith(f"{kind.title} cannot run it: ModuleNotFoundError: ")
 
 
 def images(count: int, size: int = 12) -> list[torch.Tensor]:
@@ -167,7 +168,7 @@ def test_batches_of_other_shapes_are_calibrated_apart_but_not_those_of_other_siz
 
 
 def test_where_it_asks_for_int8_it_serves_other_models_too_but_not_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(runtimes, "_has", lambda name: True)
     for model, serves in ((nn.Conv2d(4, 4, 1), True), (nn.Linear(4, 4), False)):
         runtime = runtime_for(model, in_int8=True)
         assert runtime is not None and runtime.in_float32 == serves
@@ -176,7 +177,7 @@ def test_where_it_asks_for_int8_it_serves_other_models_too_but_not_in_float32(mo
 
 def test_profiles_of_sessions_in_int8_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are told apart by the name of what makes a step ready."""
-    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(runtimes, "_has", lambda name: True)
     names = []
     for prefix in (None, "int8"):
         model = net().requires_grad_(True)
@@ -201,6 +202,23 @@ def test_profiles_of_sessions_in_int8_are_kept_apart(monkeypatch: pytest.MonkeyP
 def test_it_serves_the_models_that_it_was_measured_on(
     model: nn.Module, serves: bool, on_arm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_runtime, "is_installed", lambda: True)
+    monkeypatch.setattr(runtimes, "_has", lambda name: True)
     monkeypatch.setattr(arm, "SLOW_HERE", on_arm)
     assert (runtime_for(model) is not None) == serves
+
+
+@pytest.mark.parametrize(
+    ("installed", "best", "int8"),
+    [
+        ({"openvino", "onnxruntime", "onnx"}, OnOpenVino, True),
+        ({"onnxruntime", "onnx"}, OnOnnxRuntime, True),
+        ({"openvino", "onnx"}, OnOpenVino, False),
+        ({"openvino", "onnxruntime"}, None, False),
+        ({"onnx"}, None, False),
+    ],
+)
+def test_the_faster_one_that_is_installed_is_taken(
+    installed: set[str], best: type[Loaded] | None, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "_has", installed.__contains__)
+    assert runtimes.best() is best and runtimes.has_int8() == int8

@@ -1,4 +1,4 @@
-"""The prefix on the real ONNX Runtime: results and gradients are those of plain PyTorch. `make test-extras`."""
+"""The prefix on the real inference runtimes: results and gradients are those of plain PyTorch. `make test-extras`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,26 @@ from torch import nn
 
 from pliant import Session, recipes
 from pliant.engine.kernels import chains, channels_last
-from pliant.engine.prefix import onnx_runtime
+from pliant.engine.prefix import runtimes
 from pliant.engine.prefix.feature_cache import Features
-from pliant.engine.prefix.onnx_runtime import OnnxRuntime
 from pliant.engine.prefix.prefix import Prefix
+from pliant.engine.prefix.prefix_model import InferenceRuntime, PrefixModel
+from pliant.engine.prefix.runtimes import Loaded, OnOnnxRuntime, OnOpenVino
 
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("openvino")
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
-def no_onnx_runtime() -> None:
-    """Here it is used."""
+def no_runtime() -> None:
+    """Here they are used."""
+
+
+@pytest.fixture(autouse=True, params=[OnOpenVino, OnOnnxRuntime], ids=lambda kind: kind.title)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Loaded]:
+    monkeypatch.setattr(runtimes, "best", lambda: request.param)
+    return request.param  # type: ignore[no-any-return]
 
 
 class Calls(nn.Module):
@@ -59,8 +67,8 @@ def models_of(prefix: Prefix) -> list[Any]:
     return [plan.on_runtime for plan in prefix._programs.values() if plan.on_runtime is not None]
 
 
-def norm(width: int) -> nn.BatchNorm2d:
-    made = nn.BatchNorm2d(width)
+def norm(width: int, affine: bool = True) -> nn.BatchNorm2d:
+    made = nn.BatchNorm2d(width, affine=affine)
     made.running_mean.normal_()
     made.running_var.uniform_(0.5, 2.0)
     return made
@@ -70,7 +78,7 @@ FUNCTIONS: dict[str, Any] = {
     "convolutions": nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1), nn.Conv2d(8, 8, (3, 1), 1, (1, 0), 1, 4), nn.Conv2d(8, 4, 1)),
     "dilated": nn.Conv2d(4, 4, 3, padding=2, dilation=2, bias=False),
     "conv1d": lambda x: F.conv1d(x.flatten(2), torch.ones(2, 4, 3), padding=1),
-    "batch norm": nn.Sequential(nn.Conv2d(4, 8, 3), norm(8), nn.ReLU6(inplace=True), nn.BatchNorm2d(8, affine=False)),
+    "batch norm": nn.Sequential(nn.Conv2d(4, 8, 3), norm(8), nn.ReLU6(inplace=True), norm(8, affine=False)),
     "layer norm": nn.LayerNorm((6, 6)),
     "layer norm without weights": nn.LayerNorm(6, elementwise_affine=False),
     "pools": nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.AvgPool2d(2, 1, 1, count_include_pad=False), nn.AdaptiveAvgPool2d(1)),
@@ -94,12 +102,12 @@ FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("at_a_time", [onnx_runtime._AT_A_TIME, 1])
+@pytest.mark.parametrize("at_a_time", [runtimes._AT_A_TIME, 1])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_are_written(name: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_runtime, "_AT_A_TIME", at_a_time)
+def test_functions_are_written(kind: type[Loaded], name: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "_AT_A_TIME", at_a_time)
     torch.manual_seed(0)
-    model, prefix = Calls(copy.deepcopy(FUNCTIONS[name])), Prefix(nn.Identity(), runtime=OnnxRuntime())
+    model, prefix = Calls(copy.deepcopy(FUNCTIONS[name])), Prefix(nn.Identity(), runtime=InferenceRuntime(kind))
     prefix.model = model
     runs_alike(model, torch.randn(4, 4, 6, 6), prefix)
     assert len(models_of(prefix)) == 1 and "runtime" not in prefix.reasons
@@ -114,21 +122,22 @@ TOGETHER: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *TOGETHER])
-def test_a_batch_runs_in_pieces_where_samples_do_not_meet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_runtime, "_AT_A_TIME", 2 * 4 * 36)
+def test_a_batch_runs_in_pieces_where_samples_do_not_meet(
+    kind: type[Loaded], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "_AT_A_TIME", 2 * 4 * 36)
     torch.manual_seed(0)
     body = {**FUNCTIONS, **TOGETHER}[name]
-    model, prefix = Calls(copy.deepcopy(body)), Prefix(nn.Identity(), runtime=OnnxRuntime())
+    model, prefix = Calls(copy.deepcopy(body)), Prefix(nn.Identity(), runtime=InferenceRuntime(kind))
     prefix.model = model
     batch = torch.randn(4, 4, 6, 6)
     runs_alike(model, batch, prefix)
-    found = len(models_of(prefix)[0]._pieces([batch]))
-    assert found == (2 if name in (*ALONE, "one constant image") else 1)
+    assert models_of(prefix)[0].apart == (name in (*ALONE, "one constant image")) and len(runtimes.pieces([batch])) == 2
 
 
-def test_token_ids_are_read() -> None:
+def test_token_ids_are_read(kind: type[Loaded]) -> None:
     model = Calls(nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6)))
-    prefix = Prefix(model, runtime=OnnxRuntime())
+    prefix = Prefix(model, runtime=InferenceRuntime(kind))
     runs_alike(model, torch.randint(9, (4, 5)), prefix)
     assert len(models_of(prefix)) == 1
 
@@ -191,9 +200,9 @@ def test_custom_kernels_run_after_the_runtime(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(ours, plain, **NEAR)
 
 
-def test_many_boundaries_leave_nothing_alive() -> None:
+def test_many_boundaries_leave_nothing_alive(kind: type[Loaded]) -> None:
     model, batch, alive = small().eval(), batches(1)[0], []
-    prefix = Prefix(model, runtime=OnnxRuntime())
+    prefix = Prefix(model, runtime=InferenceRuntime(kind))
     for i in range(36):
         model.requires_grad_(False)
         list(model.parameters())[-1 - i % 12].requires_grad_(True)
@@ -215,19 +224,19 @@ def test_a_feature_cache_is_filled_by_the_runtime() -> None:
     assert len(models_of(session._engine._prefix)) == 1
 
 
-def test_batches_of_other_sizes_share_one_session() -> None:
-    model, runtime = small().eval(), OnnxRuntime()
+def test_batches_of_other_sizes_share_one_session(kind: type[Loaded]) -> None:
+    model, runtime = small().eval(), InferenceRuntime(kind)
     model.stem.requires_grad_(False)
     prefix = Prefix(model, runtime=runtime)
     for size in (4, 7, 1):
         runs_alike(model, torch.randn(size, 3, 12, 12), prefix)
-    assert len(models_of(prefix)) == 3 and len(runtime._sessions) == 1
+    assert len(models_of(prefix)) == 3 and len(runtime._loaded) == 1
 
 
-def test_new_statistics_and_weights_make_a_new_model() -> None:
+def test_new_statistics_and_weights_make_a_new_model(kind: type[Loaded]) -> None:
     model, batch = small().eval(), batches(1)[0]
     model.stem.requires_grad_(False)
-    prefix = Prefix(model, runtime=OnnxRuntime())
+    prefix = Prefix(model, runtime=InferenceRuntime(kind))
     runs_alike(model, batch, prefix)
     before = models_of(prefix)
     model.stem[1].running_mean.add_(0.5)
@@ -240,20 +249,20 @@ def test_new_statistics_and_weights_make_a_new_model() -> None:
     assert models_of(prefix) != after
 
 
-def test_weights_that_change_in_every_step_make_no_model() -> None:
+def test_weights_that_change_in_every_step_make_no_model(kind: type[Loaded]) -> None:
     model, batch = small().eval(), batches(1)[0]
     model.stem.requires_grad_(False)
-    prefix = Prefix(model, runtime=OnnxRuntime())
+    prefix = Prefix(model, runtime=InferenceRuntime(kind))
     for _ in range(4):
         runs_alike(model, batch, prefix, steps=1)
         model.stem[1].running_mean.add_(0.1)
     assert not models_of(prefix)
 
 
-def test_other_threads_make_another_session() -> None:
+def test_other_threads_make_another_session(kind: type[Loaded]) -> None:
     model, batch = small().eval(), batches(1)[0]
     model.stem.requires_grad_(False)
-    prefix, before = Prefix(model, runtime=OnnxRuntime()), torch.get_num_threads()
+    prefix, before = Prefix(model, runtime=InferenceRuntime(kind)), torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -264,18 +273,18 @@ def test_other_threads_make_another_session() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a function": (lambda x: x.cumsum(1), "cumsum is not written for ONNX Runtime"),
-    "an argument": (lambda x: x.add(x, alpha=2), "add is not written for ONNX Runtime with such arguments"),
-    "a type": (lambda x: x.double() * 2, "values of float64 on cpu are not written for ONNX Runtime"),
+    "a function": (lambda x: x.cumsum(1), "cumsum is not written as ONNX"),
+    "an argument": (lambda x: x.add(x, alpha=2), "add is not written as ONNX with such arguments"),
+    "a type": (lambda x: x.double() * 2, "values of float64 on cpu are not written as ONNX"),
     "randomness": (lambda x: F.dropout(x, 0.5), "dropout draws random numbers in the prefix"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_there_runs_as_before(name: str) -> None:
+def test_what_cannot_run_there_runs_as_before(kind: type[Loaded], name: str) -> None:
     body, why = REFUSED[name]
     model = Calls(body)
-    prefix = Prefix(model, runtime=OnnxRuntime())
+    prefix = Prefix(model, runtime=InferenceRuntime(kind))
     batch = torch.randn(4, 4, 5, 5)
     for _ in range(3):
         torch.manual_seed(0)
@@ -286,39 +295,41 @@ def test_what_cannot_run_there_runs_as_before(name: str) -> None:
 
 
 @pytest.mark.parametrize(("engine", "mode"), [("auto", "plain"), ("prefix", "prefix")])
-def test_a_session_says_why_not_and_goes_on(engine: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_says_why_not_and_goes_on(
+    kind: type[Loaded], engine: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no such kernel\nand more")
+        raise RuntimeError("Exception from core.cpp:117:\nno such kernel\nand more")
 
-    monkeypatch.setattr(onnxruntime, "InferenceSession", fails)
+    monkeypatch.setattr(kind, "__init__", fails)
     session, ours = train(small(), engine, batches(3))
     _, plain = train(small(), "plain", batches(3))
     torch.testing.assert_close(ours, plain, **NEAR)
     assert session.engine == mode
-    assert session.why_not["runtime"] == "ONNX Runtime cannot run it: RuntimeError: no such kernel"
+    assert session.why_not["runtime"] == f"{kind.title} cannot run it: RuntimeError: no such kernel"
 
 
-def test_wrong_results_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = onnx_runtime.PrefixModel.run
-    monkeypatch.setattr(onnx_runtime.PrefixModel, "run", lambda *given: tuple(one + 0.01 for one in run(*given)))
+def test_wrong_results_are_not_used(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = PrefixModel.run
+    monkeypatch.setattr(PrefixModel, "run", lambda *given: tuple(one + 0.01 for one in run(*given)))
     session, ours = train(small(), "auto", batches(2))
     _, plain = train(small(), "plain", batches(2))
     torch.testing.assert_close(ours, plain, **NEAR)
-    assert session.why_not["runtime"] == "the results of ONNX Runtime differ from those of PyTorch by more than 0.0001"
+    assert session.why_not["runtime"] == f"the results of {kind.title} differ from those of PyTorch by more than 0.0001"
 
 
-def test_a_run_that_fails_later_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_later_is_told(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = small().eval(), batches(1)[0]
     model.stem.requires_grad_(False)
-    prefix = Prefix(model, Features("1MB"), runtime=OnnxRuntime())
+    prefix = Prefix(model, Features("1MB"), runtime=InferenceRuntime(kind))
     runs_alike(model, batch, prefix)
 
     def fails(*given: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(onnx_runtime.PrefixModel, "run", fails)
+    monkeypatch.setattr(PrefixModel, "run", fails)
     runs_alike(model, batch, prefix)
-    assert prefix.reasons["runtime"] == "ONNX Runtime failed: RuntimeError: out of memory"
+    assert prefix.reasons["runtime"] == f"{kind.title} failed: RuntimeError: out of memory"
 
 
 def test_in_a_loop_of_ones_own_nothing_is_told_of_it() -> None:
@@ -340,7 +351,7 @@ def test_where_memory_is_limited_the_runtime_is_left_out() -> None:
     with Session(model, optimizer, loss, recipes.pliant(memory="1MB"), engine="lean+prefix") as session:
         for _ in range(3):
             session.step(batch)
-        assert session.why_not["runtime"] == "the limit on memory does not count what ONNX Runtime holds"
+        assert session.why_not["runtime"] == "the limit on memory does not count what an inference runtime holds"
         assert not models_of(session._engine._prefix)
 
 
