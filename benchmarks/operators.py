@@ -15,7 +15,7 @@ dispatches is timed in the step itself, with the caches as they are then; the fa
 | over the limit | ms less the larger of the two |
 
 Tensors that lie in the processor's caches can be faster than a large copy. The row "Python and autograd" is what a step takes
-beyond its operators. ONNX Runtime is one row: its model is one call.
+beyond its operators. An inference runtime is one row: its model is one call.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import record
@@ -122,20 +123,26 @@ def limits(wall: bool) -> dict[str, float]:
 
 
 def runtime_seconds(wall: bool) -> list[float]:
-    """A list that collects what ONNX Runtime takes, call by call; empty where it is not installed."""
+    """A list that collects what the inference runtime takes, call by call; empty where none is installed."""
     taken = list[float]()
-    try:
-        from onnxruntime import InferenceSession
-    except ImportError:
+    if find_spec("openvino") is not None:
+        from openvino import InferRequest as kind
+
+        name = "infer"
+    elif find_spec("onnxruntime") is not None:
+        from onnxruntime import InferenceSession as kind
+
+        name = "run_with_iobinding"
+    else:
         return taken
-    original = InferenceSession.run_with_iobinding
+    original = getattr(kind, name)
 
     def run(self: Any, *given: Any) -> None:
         start = clock(wall)
         original(self, *given)
         taken.append(clock(wall) - start)
 
-    InferenceSession.run_with_iobinding = run
+    setattr(kind, name, run)
     return taken
 
 
@@ -197,7 +204,7 @@ def table(cells: list[dict[str, Any]]) -> str:
         for kind, (n, seconds, macs, moved) in sorted(kinds.items(), key=lambda one: -one[1][1]):
             out.append(line(kind, int(n), seconds, macs, moved, best))
         if c["runtime"]:
-            out.append(f"| prefix on ONNX Runtime | – | {c['runtime'] * 1e3:.2f} | – | – | – |")
+            out.append(f"| prefix on the runtime | – | {c['runtime'] * 1e3:.2f} | – | – | – |")
         out += [f"| Python and autograd | – | {max(rest, 0) * 1e3:.2f} | 0 | 0 | {max(rest, 0) * 1e3:.2f} |", ""]
         out += [f"| operator {head}", "|" + "---|" * 6]
         for one in c["operators"][:ROWS]:

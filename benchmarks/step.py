@@ -219,7 +219,8 @@ def main() -> None:
         "ways": args.ways or list(ON_CUDA if cuda else ON_CPU),
     }
     if not cuda:
-        setting |= {"threads": args.threads, "onnxruntime": find_spec("onnxruntime") is not None, "apart": True}
+        setting |= {"threads": args.threads, "apart": True}
+        setting["runtime"] = next((name for name in ("openvino", "onnxruntime") if find_spec(name) is not None), None)
         setting |= {"wall": True} if args.wall else {}
     out = record.out(args, "step")
     done = record.load(out, setting)
