@@ -6,8 +6,8 @@ to it. What they add shows in the loss: it must come below where the head's own 
 rate is too high for so large a part, or nothing but the head needed to change: the run goes back to where that part was chosen,
 and tries a smaller one.
 
-The loss may rise at first, as features change under the head. On samples that are new in every batch it is honest, and a loss
-that falls is given time, and accepted in the end. On samples that come again it falls anyway: they are learned by heart.
+The loss may rise at first, as features change under the head. One that falls fast enough to be back where the head had it is
+given that time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pliant.runtime.batches import tensors
 from pliant.session.delta import Undo
 
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
+SPANS = 4  # of half as many steps as the head had: then a selection is judged for the last time
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
 _FEW = 8  # steps of the head alone: fewer make no learning curve
 
@@ -58,12 +58,6 @@ class Beginning:
         self._losses: list[torch.Tensor | float] = []  # of the head alone
         self._after: list[torch.Tensor | float] | None = None  # of the selection that is judged
         self._undo: Undo | None = None
-        self._met: list[torch.Tensor | list[float]] = []  # a number for each sample of each batch
-
-    def meet(self, batch: Any) -> None:
-        """A step with this batch comes."""
-        if not self.over:
-            self._met.append(_numbers(batch))
 
     def see(self, loss: torch.Tensor | None) -> None:
         """A step is over."""
@@ -79,8 +73,8 @@ class Beginning:
 
     def judge_(self, optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
         """After as many steps as the head had, and up to twice as many: if the loss is above the head's curve, and does not
-        fall on new samples, put everything back as it was when the selection came into force. Returns what to say of that, and
-        the share of the units to try next."""
+        come down to where the head had it, put everything back as it was when the selection came into force. Returns what to
+        say of that, and the share of the units to try next."""
         if self.over or self._undo is None or not self._after:
             return None
         span = len(self._losses) // 2
@@ -89,10 +83,11 @@ class Beginning:
             return None
         before, after = _read(self._losses), _read(self._after)
         reached, aim = _mean(after[-span:]), expected(before, spans + 1)
-        falls = reached < _mean(after[-2 * span : -span]) and self._are_new(span)
-        if reached <= aim or (falls and spans >= 4):
+        falls = _mean(after[-2 * span : -span]) - reached  # in a span
+        comes_down = reached - (SPANS - spans) * falls <= _mean(before[span:])
+        if reached <= aim or (comes_down and spans == SPANS):
             self.end()
-        if reached <= aim or falls:
+        if reached <= aim or comes_down:
             return None
         self._undo.rollback_(optimizer)
         share, what = (0.0, "the head alone trains") if self.tries else (SMALLER, "a quarter of it is tried")
@@ -101,48 +96,24 @@ class Beginning:
             self.end()
         return f"the selection was taken back: the loss is {reached:.4g}, the head's own curve led to {aim:.4g}; {what}", share
 
-    def _are_new(self, steps: int) -> bool:
-        """Whether most samples of the last steps were in no batch before."""
-        self._met = _lists(self._met)
-        met = [[f"{float(sample):.6g}" for sample in batch] for batch in self._met]  # sums differ in rounding
-        known = {sample for batch in met[:-steps] for sample in batch}
-        last = [sample for batch in met[-steps:] for sample in batch]
-        return 2 * sum(sample in known for sample in last) < len(last)
-
     def end(self) -> None:
         """No further selection is judged."""
-        self.over, self._losses, self._after, self._undo, self._met = True, [], None, None, []
+        self.over, self._losses, self._after, self._undo = True, [], None, None
 
     def state(self) -> dict[str, Any]:
         """In plain types."""
         after = None if self._after is None else _read(self._after)
         undo = None if self._undo is None else self._undo.state()
-        judged = {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after, "undo": undo}
-        return {**judged, "met": _lists(self._met)}
+        return {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after, "undo": undo}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.tries, self.over = state["tries"], state["over"]
-        self._losses, self._met = list(state["losses"]), list(state["met"])
+        self._losses = list(state["losses"])
         self._after = None if state["after"] is None else list(state["after"])
         self._undo = None
         if state["undo"] is not None:
             self._undo = Undo(model, optimizer)
             self._undo.load(state["undo"])
-
-
-def _numbers(batch: Any) -> torch.Tensor:
-    """A number for each sample, which the same sample gives again: a weighted sum of its values in the first tensor."""
-    first = next(tensors(batch), None)
-    if first is None or first.dim() == 0:
-        return torch.zeros(0)
-    values = first.detach().flatten(1) if first.dim() > 1 else first.detach()[:, None]
-    values = values.abs().float() if values.is_complex() else values.float()
-    return (values * torch.linspace(1, 2, values.shape[1], device=values.device)).sum(1)
-
-
-def _lists(met: list[torch.Tensor | list[float]]) -> list[torch.Tensor | list[float]]:
-    """As numbers; reading them off a GPU waits for it."""
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in met]
 
 
 def _read(losses: list[torch.Tensor | float]) -> list[Any]:

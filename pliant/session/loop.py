@@ -307,8 +307,6 @@ class Loop:
         if selection is not None:
             self._use(selection, start)
         taken_back = self.beginning.judge_(self.engine.optimizer)
-        if self.policy.head_first:
-            self.beginning.meet(batch)
         if taken_back is not None:
             self.note(taken_back[0])
             self.engine.forget()

@@ -78,7 +78,6 @@ _STATE = {
         "losses": [NUMBER],
         "after": Either(None, [NUMBER]),
         "undo": _UNDO,
-        "met": [[NUMBER]],
     },
     "not_captured": Either(None, str),
     "frozen": [str],
