@@ -97,13 +97,17 @@ def of_input(grad: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any
 
 def _of_weight(grad: torch.Tensor, input: torch.Tensor, stride: int, padding: int, size: int) -> torch.Tensor:
     high, wide = ((n - 1) * stride + 1 for n in grad.shape[2:])
-    if grad.shape[2:].numel() <= _TINY:  # short rows: make channels contiguous
-        input, grad = input.permute(2, 3, 0, 1).contiguous(), grad.permute(2, 3, 0, 1).contiguous()
-        input = F.pad(input, (0, 0, 0, 0, *[padding] * 4))
-    else:
+    places = list(itertools.product(range(size), repeat=2))
+    if grad.shape[2:].numel() > _TINY:
         input, grad = F.pad(input, [padding] * 4).permute(2, 3, 0, 1), grad.permute(2, 3, 0, 1)
-    positions = [
-        (grad * input[i : i + high : stride, j : j + wide : stride]).sum((0, 1, 2))
-        for i, j in itertools.product(range(size), repeat=2)
-    ]
-    return torch.stack(positions, 1).view(-1, 1, size, size)
+        sums = [(grad * input[i : i + high : stride, j : j + wide : stride]).sum((0, 1, 2)) for i, j in places]
+        return torch.stack(sums, 1).view(-1, 1, size, size)
+    # Short rows: make channels contiguous, and let a product of matrices add up the positions.
+    input, grad = input.permute(2, 3, 0, 1).contiguous(), grad.permute(2, 3, 0, 1).contiguous()
+    input = F.pad(input, (0, 0, 0, 0, *[padding] * 4))
+    product, rows = torch.empty_like(grad), grad.shape[:3].numel()
+    ones, out = grad.new_ones(1, rows), grad.new_empty(size * size, grad.shape[3])
+    for place, (i, j) in enumerate(places):
+        torch.mul(grad, input[i : i + high : stride, j : j + wide : stride], out=product)
+        torch.mm(ones, product.view(rows, -1), out=out[place : place + 1])
+    return out.t().reshape(-1, 1, size, size)
