@@ -3,9 +3,10 @@
     python benchmarks/turns.py            # seven runs of each row on one CPU thread, about an hour; resumable
     python benchmarks/turns.py --quick    # one run of each recipe on MobileNetV2: about two minutes
 
-Each run builds a network and copies it. A `Session` trains one copy inside a share of the time of a full step. Plain PyTorch
-trains the other one completely: same layout, same batch, same optimizer. A second run finds the profile that the first one
-has kept, in a cache folder of their own. What is timed, by the CPU time of one thread:
+Each run builds a network twice. A `Session` trains one inside a share of the time of a full step. Plain PyTorch trains the
+other one completely: same weights, layout, batch and optimizer. It has a process of its own, as it would have without Pliant:
+inside one process, each would find its memory as the other one left it. A second run finds the profile that the first one has
+kept, in a cache folder of their own. What is timed, by the CPU time of one thread:
 
     for 60 turns:
         start clock; session.step(batch); stop clock
@@ -24,7 +25,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import copy
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from typing import Any
 import nets
 import record
 import torch
+from torch import nn
 from training import plain_step, quartile, seconds_of, sgd
 
 from pliant import Session, recipes, schedule
@@ -56,22 +58,42 @@ def cells(network: str, recipe: str, asked: float, run: int, setting: dict[str, 
         return [{**cell(network, recipe, asked, run, setting), "begin": begin} for begin in WHOLE]
 
 
+def made(network: str, run: int, setting: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """The network and the batch of a run."""
+    torch.manual_seed(run)
+    return nets.build(network, setting["pixels"]), nets.batch(network, setting["batch"], setting["pixels"])
+
+
+def serve(there: Any, network: str, run: int, setting: dict[str, Any]) -> None:
+    """Plain full steps in a process of their own: one whenever asked."""
+    torch.set_num_threads(1)
+    model, batch = made(network, run, setting)
+    optimizer = sgd(model)
+    there.send(None)
+    while there.recv():
+        there.send(seconds_of(lambda: plain_step(model, optimizer, nets.loss, batch), "cpu"))
+
+
 def cell(network: str, recipe: str, asked: float, run: int, setting: dict[str, Any]) -> dict[str, Any]:
     """One run: a session and a plain loop take one step each, in turn."""
-    torch.manual_seed(run)
-    model = nets.build(network, setting["pixels"])
-    batch = nets.batch(network, setting["batch"], setting["pixels"])
-    twin = copy.deepcopy(model)
-    optimizer = sgd(twin)
+    apart = multiprocessing.get_context("spawn")
+    pipe, there = apart.Pipe()
+    twin = apart.Process(target=serve, args=(there, network, run, setting), daemon=True)
+    twin.start()
+    model, batch = made(network, run, setting)
     mine: list[float] = []
     full: list[float] = []
     policy = RECIPES[recipe](time=asked)
+    pipe.recv()  # ready
     with Session(model, sgd(model), nets.loss, policy, total_steps=setting["steps"]) as session:
         for _ in range(setting["steps"]):
             mine.append(seconds_of(lambda: session.step(batch), "cpu"))
-            full.append(seconds_of(lambda: plain_step(twin, optimizer, nets.loss, batch), "cpu"))
+            pipe.send(True)
+            full.append(pipe.recv())
         rounds, engine = session.rounds, session.engine
         profile, why_not = session.profile, session.why_not
+    pipe.send(False)
+    twin.join()
     return {
         "network": network,
         "recipe": recipe,

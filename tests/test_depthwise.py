@@ -33,9 +33,17 @@ def test_gradients_are_the_same(side: tuple[int, int], kernel: int, stride: int,
         torch.testing.assert_close(one, other)
 
 
-def test_differentiates_twice() -> None:
+@pytest.mark.parametrize("side", [4, 5])
+def test_a_batch_may_be_empty(side: int) -> None:
+    input, weight = torch.randn(0, 3, side, side, requires_grad=True), torch.randn(3, 1, 3, 3, requires_grad=True)
+    depthwise.convolve(input, weight, None, (1, 1), (1, 1), (1, 1), 3).sum().backward()
+    assert input.grad.shape == input.shape and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("side", [4, 5])
+def test_differentiates_twice(side: int) -> None:
     torch.manual_seed(0)
-    input, weight = (torch.randn(*shape).double().requires_grad_() for shape in ((2, 3, 5, 5), (3, 1, 3, 3)))
+    input, weight = (torch.randn(*shape).double().requires_grad_() for shape in ((2, 3, side, side), (3, 1, 3, 3)))
     seconds = []
     for call in (torch.conv2d, depthwise.convolve):
         out = call(input, weight, None, (1, 1), (1, 1), (1, 1), 3)

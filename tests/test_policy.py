@@ -217,7 +217,8 @@ def test_what_a_full_step_keeps_is_never_refused() -> None:
     for asked in (Budget(time=1.0), Budget(time="6s"), Budget(energy=1.0), Budget(energy=1.0, time="6s")):
         solver = milp() if asked.energy and asked.time else knapsack()
         assert chosen(plan(policy(solver, budget=asked), profile, VALUES)) == "u0"
-    assert "is below the floor of 1.600" in refusal(policy(budget=Budget(time=0.99)), profile, VALUES)
+    message = refusal(policy(budget=Budget(time=0.99)), profile, VALUES)
+    assert "is below the floor of 1.600" in message and "Use time>=1.000 (5000 ms)" in message
 
 
 @pytest.mark.parametrize("own", [1e-3, 1e-6, 1e-9])

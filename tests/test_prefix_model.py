@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ class StandIn(InferenceRuntime):
     """Gives what the writing pass computed, for its batch alone."""
 
     def __init__(self) -> None:
-        super().__init__(OnOnnxRuntime)
+        super().__init__([OnOnnxRuntime])
         self.runs = 0
 
     def build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> Any:
@@ -114,14 +115,15 @@ def test_without_a_package_sessions_run_as_before() -> None:
         assert "runtime" not in session.why_not
 
 
-@pytest.mark.parametrize("kind", [OnOnnxRuntime, OnOpenVino])
-def test_a_package_that_does_not_import_is_told(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnx", None)
+@pytest.mark.parametrize("missing", ["onnx", "onnxruntime"])
+def test_a_package_that_does_not_import_is_told(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", ModuleType("onnx"))
+    monkeypatch.setitem(sys.modules, missing, None)
     model, batch = net(), torch.randn(4, 3, 5, 5)
-    prefix = Prefix(model, runtime=InferenceRuntime(kind))
+    prefix = Prefix(model, runtime=InferenceRuntime([OnOnnxRuntime]))
     for _ in range(3):
         torch.testing.assert_close(prefix.run(lambda: loss(model, batch), batch), loss(model, batch))
-    assert prefix.reasons["runtime"].startswith(f"{kind.title} cannot run it: ModuleNotFoundError: ")
+    assert prefix.reasons["runtime"].startswith("ONNX Runtime cannot run it: ModuleNotFoundError: ")
 
 
 def images(count: int, size: int = 12) -> list[torch.Tensor]:
@@ -208,17 +210,17 @@ def test_it_serves_the_models_that_it_was_measured_on(
 
 
 @pytest.mark.parametrize(
-    ("installed", "best", "int8"),
+    ("installed", "kinds", "int8"),
     [
-        ({"openvino", "onnxruntime", "onnx"}, OnOpenVino, True),
-        ({"onnxruntime", "onnx"}, OnOnnxRuntime, True),
-        ({"openvino", "onnx"}, OnOpenVino, False),
-        ({"openvino", "onnxruntime"}, None, False),
-        ({"onnx"}, None, False),
+        ({"openvino", "onnxruntime", "onnx"}, (OnOpenVino, OnOnnxRuntime), True),
+        ({"onnxruntime", "onnx"}, (OnOnnxRuntime,), True),
+        ({"openvino", "onnx"}, (OnOpenVino,), False),
+        ({"openvino", "onnxruntime"}, (), False),
+        ({"onnx"}, (), False),
     ],
 )
-def test_the_faster_one_that_is_installed_is_taken(
-    installed: set[str], best: type[Loaded] | None, int8: bool, monkeypatch: pytest.MonkeyPatch
+def test_those_that_are_installed_are_taken_the_faster_one_first(
+    installed: set[str], kinds: tuple[type[Loaded], ...], int8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtimes, "_has", installed.__contains__)
-    assert runtimes.best() is best and runtimes.has_int8() == int8
+    assert runtimes.installed() == kinds and runtimes.has_int8() == int8

@@ -51,10 +51,11 @@ def check_floor(floor: Cost, what: str, base: Cost, limit: Mapping[str, float], 
         least, forward = getattr(floor, name), getattr(base, name)
         if least > amount * (1 + SLACK):
             kind = next(k for k, v in RESOURCES.items() if v == name)
+            enough = least if name in ("bytes", "macs") else min(least, getattr(full, name))  # a full step's time always is
             raise BudgetError(
                 f"{kind}={say(name, amount, full, np.floor)} is below the floor of {say(name, least, full)}: the forward "
                 f"pass alone takes {say(name, forward, full)} of a full step and {what} adds "
-                f"{say(name, least - forward, full)}. Use {kind}>={say(name, least, full)}."
+                f"{say(name, least - forward, full)}. Use {kind}>={say(name, enough, full)}."
             )
 
 

@@ -14,11 +14,10 @@ from torch import nn
 
 from pliant import Features, Session, recipes
 from pliant.engine.kernels.arm import processor as arm
-from pliant.engine.prefix import int8, prefix_model
+from pliant.engine.prefix import int8, prefix_model, runtimes
 from pliant.engine.prefix.int8 import SAMPLES, Int8, distance
 from pliant.engine.prefix.prefix import Prefix
 from pliant.engine.prefix.prefix_model import InferenceRuntime, PrefixModel
-from pliant.engine.prefix.runtimes import OnOpenVino
 
 pytest.importorskip("onnxruntime")
 WAITS = "float32 until it is calibrated on the first 32 samples"
@@ -64,7 +63,7 @@ def models_of(session: Session) -> list[PrefixModel]:
 def quantised(body: nn.Module, data: list[torch.Tensor]) -> tuple[Prefix, PrefixModel]:
     """The prefix `body`, in int8, after these batches and one more pass."""
     model = nn.Sequential(body.eval().requires_grad_(False), Scale())
-    prefix = Prefix(model, runtime=InferenceRuntime(OnOpenVino, Int8()))
+    prefix = Prefix(model, runtime=InferenceRuntime(runtimes.installed(), Int8()))
     for batch in [*data, data[0], data[1]]:
         prefix.run(lambda batch=batch: loss(model, batch), batch)  # type: ignore[misc]
     (plan,) = prefix._programs.values()
@@ -187,7 +186,7 @@ def test_a_first_batch_that_is_large_enough_is_measured_in_float32() -> None:
 
 
 def test_batches_of_other_sizes_share_one_model_and_new_weights_make_a_new_one() -> None:
-    model, runtime = small().eval(), InferenceRuntime(OnOpenVino, Int8())
+    model, runtime = small().eval(), InferenceRuntime(runtimes.installed(), Int8())
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     prefix = Prefix(model, runtime=runtime)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +25,8 @@ from pliant.engine.prefix.prefix import Prefix
 from pliant.engine.prefix.prefix_model import InferenceRuntime, PrefixModel
 from pliant.engine.prefix.runtimes import Loaded, OnOnnxRuntime, OnOpenVino
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("openvino")
+if len(runtimes.installed()) < 2:
+    pytest.skip("needs pliant[openvino,ort]", allow_module_level=True)
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -32,7 +37,7 @@ def no_runtime() -> None:
 
 @pytest.fixture(autouse=True, params=[OnOpenVino, OnOnnxRuntime], ids=lambda kind: kind.title)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Loaded]:
-    monkeypatch.setattr(runtimes, "best", lambda: request.param)
+    monkeypatch.setattr(runtimes, "installed", lambda: (request.param,))
     return request.param  # type: ignore[no-any-return]
 
 
@@ -107,7 +112,7 @@ FUNCTIONS: dict[str, Any] = {
 def test_functions_are_written(kind: type[Loaded], name: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "_AT_A_TIME", at_a_time)
     torch.manual_seed(0)
-    model, prefix = Calls(copy.deepcopy(FUNCTIONS[name])), Prefix(nn.Identity(), runtime=InferenceRuntime(kind))
+    model, prefix = Calls(copy.deepcopy(FUNCTIONS[name])), Prefix(nn.Identity(), runtime=InferenceRuntime([kind]))
     prefix.model = model
     runs_alike(model, torch.randn(4, 4, 6, 6), prefix)
     assert len(models_of(prefix)) == 1 and "runtime" not in prefix.reasons
@@ -128,7 +133,7 @@ def test_a_batch_runs_in_pieces_where_samples_do_not_meet(
     monkeypatch.setattr(runtimes, "_AT_A_TIME", 2 * 4 * 36)
     torch.manual_seed(0)
     body = {**FUNCTIONS, **TOGETHER}[name]
-    model, prefix = Calls(copy.deepcopy(body)), Prefix(nn.Identity(), runtime=InferenceRuntime(kind))
+    model, prefix = Calls(copy.deepcopy(body)), Prefix(nn.Identity(), runtime=InferenceRuntime([kind]))
     prefix.model = model
     batch = torch.randn(4, 4, 6, 6)
     runs_alike(model, batch, prefix)
@@ -137,9 +142,11 @@ def test_a_batch_runs_in_pieces_where_samples_do_not_meet(
 
 def test_token_ids_are_read(kind: type[Loaded]) -> None:
     model = Calls(nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6)))
-    prefix = Prefix(model, runtime=InferenceRuntime(kind))
+    prefix = Prefix(model, runtime=InferenceRuntime([kind]))
     runs_alike(model, torch.randint(9, (4, 5)), prefix)
-    assert len(models_of(prefix)) == 1
+    assert len(models_of(prefix)) == (kind is OnOnnxRuntime)
+    if kind is OnOpenVino:
+        assert prefix.reasons["runtime"] == "OpenVINO cannot run it: its integers are not PyTorch's"
 
 
 class Small(nn.Module):
@@ -202,7 +209,7 @@ def test_custom_kernels_run_after_the_runtime(monkeypatch: pytest.MonkeyPatch) -
 
 def test_many_boundaries_leave_nothing_alive(kind: type[Loaded]) -> None:
     model, batch, alive = small().eval(), batches(1)[0], []
-    prefix = Prefix(model, runtime=InferenceRuntime(kind))
+    prefix = Prefix(model, runtime=InferenceRuntime([kind]))
     for i in range(36):
         model.requires_grad_(False)
         list(model.parameters())[-1 - i % 12].requires_grad_(True)
@@ -225,7 +232,7 @@ def test_a_feature_cache_is_filled_by_the_runtime() -> None:
 
 
 def test_batches_of_other_sizes_share_one_session(kind: type[Loaded]) -> None:
-    model, runtime = small().eval(), InferenceRuntime(kind)
+    model, runtime = small().eval(), InferenceRuntime([kind])
     model.stem.requires_grad_(False)
     prefix = Prefix(model, runtime=runtime)
     for size in (4, 7, 1):
@@ -236,7 +243,7 @@ def test_batches_of_other_sizes_share_one_session(kind: type[Loaded]) -> None:
 def test_new_statistics_and_weights_make_a_new_model(kind: type[Loaded]) -> None:
     model, batch = small().eval(), batches(1)[0]
     model.stem.requires_grad_(False)
-    prefix = Prefix(model, runtime=InferenceRuntime(kind))
+    prefix = Prefix(model, runtime=InferenceRuntime([kind]))
     runs_alike(model, batch, prefix)
     before = models_of(prefix)
     model.stem[1].running_mean.add_(0.5)
@@ -252,7 +259,7 @@ def test_new_statistics_and_weights_make_a_new_model(kind: type[Loaded]) -> None
 def test_weights_that_change_in_every_step_make_no_model(kind: type[Loaded]) -> None:
     model, batch = small().eval(), batches(1)[0]
     model.stem.requires_grad_(False)
-    prefix = Prefix(model, runtime=InferenceRuntime(kind))
+    prefix = Prefix(model, runtime=InferenceRuntime([kind]))
     for _ in range(4):
         runs_alike(model, batch, prefix, steps=1)
         model.stem[1].running_mean.add_(0.1)
@@ -262,7 +269,7 @@ def test_weights_that_change_in_every_step_make_no_model(kind: type[Loaded]) -> 
 def test_other_threads_make_another_session(kind: type[Loaded]) -> None:
     model, batch = small().eval(), batches(1)[0]
     model.stem.requires_grad_(False)
-    prefix, before = Prefix(model, runtime=InferenceRuntime(kind)), torch.get_num_threads()
+    prefix, before = Prefix(model, runtime=InferenceRuntime([kind])), torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -284,7 +291,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_cannot_run_there_runs_as_before(kind: type[Loaded], name: str) -> None:
     body, why = REFUSED[name]
     model = Calls(body)
-    prefix = Prefix(model, runtime=InferenceRuntime(kind))
+    prefix = Prefix(model, runtime=InferenceRuntime([kind]))
     batch = torch.randn(4, 4, 5, 5)
     for _ in range(3):
         torch.manual_seed(0)
@@ -321,7 +328,7 @@ def test_wrong_results_are_not_used(kind: type[Loaded], monkeypatch: pytest.Monk
 def test_a_run_that_fails_later_is_told(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = small().eval(), batches(1)[0]
     model.stem.requires_grad_(False)
-    prefix = Prefix(model, Features("1MB"), runtime=InferenceRuntime(kind))
+    prefix = Prefix(model, Features("1MB"), runtime=InferenceRuntime([kind]))
     runs_alike(model, batch, prefix)
 
     def fails(*given: Any) -> None:
@@ -387,3 +394,76 @@ def test_200_steps_end_within_the_spread_of_seeds() -> None:
     ours = torch.tensor([last_loss(seed, "prefix") for seed in range(3)])
     assert plain.mean() < 0.9  # it has learned something
     assert (ours - plain).abs().max() < 0.1 * plain.std()
+
+
+# ------------------------------------------------------------ two runtimes
+
+
+def test_what_one_cannot_run_the_next_one_does(kind: type[Loaded]) -> None:
+    """OpenVINO compiles no norm without weights and with untouched statistics, after an activation."""
+    body = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU6(), nn.BatchNorm2d(8, affine=False))
+    for kinds in ((OnOpenVino,), (OnOpenVino, OnOnnxRuntime)):
+        model, prefix = Calls(copy.deepcopy(body)), Prefix(nn.Identity(), runtime=InferenceRuntime(kinds))
+        prefix.model = model
+        runs_alike(model, torch.randn(4, 4, 6, 6), prefix)
+        if OnOnnxRuntime in kinds:
+            assert isinstance(models_of(prefix)[0].loaded, OnOnnxRuntime) and "runtime" not in prefix.reasons
+        else:
+            assert prefix.reasons["runtime"].startswith("OpenVINO cannot run it: RuntimeError: Check ")
+
+
+def test_a_package_that_is_broken_leaves_it_to_the_other(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise ImportError("libtbb.so.12: no such file")
+
+    monkeypatch.setattr(kind, "prepare", fails)
+    other = OnOnnxRuntime if kind is OnOpenVino else OnOpenVino
+    model = small().eval()
+    model.stem.requires_grad_(False)
+    alone, both = (Prefix(model, runtime=InferenceRuntime(kinds)) for kinds in ([kind], [kind, other]))
+    runs_alike(model, batches(1)[0], alone)
+    assert alone.reasons["runtime"] == f"{kind.title} cannot run it: ImportError: libtbb.so.12: no such file"
+    runs_alike(model, batches(1)[0], both)
+    assert isinstance(models_of(both)[0].loaded, other)
+
+
+def test_a_value_that_is_not_a_number_is_seen(kind: type[Loaded]) -> None:
+    model = Calls(nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU()))
+    prefix, batch = Prefix(model, runtime=InferenceRuntime([kind])), torch.randn(4, 3, 5, 5)
+    for value in (0.0, 0.0, 0.0, math.nan, math.inf, 0.0):
+        batch[1, 2, 3, 4] = value
+        found = prefix.run(lambda: loss(model, batch), batch)
+        assert found.isfinite() == math.isfinite(value)
+    assert len(models_of(prefix)) == 1
+
+
+CHILD = """
+import os, sys, torch
+from pathlib import Path
+from torch import nn
+from pliant import Session, recipes
+
+def train():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Session(model, optimizer, lambda m, b: m(b).square().mean(), recipes.only("3.*"), engine="prefix") as session:
+        for _ in range(4):
+            session.step(torch.randn(4, 3, 5, 5))
+        (plan,) = session._engine._prefix._programs.values()
+        return plan.on_runtime.loaded.title
+
+print(train(), "openvino" in sys.modules, "openvino_telemetry" in sys.modules, (Path.home() / "intel").exists(), flush=True)
+if os.fork() == 0:
+    print(train(), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("kind", [OnOpenVino], indirect=True)
+def test_nothing_is_reported_and_a_forked_process_goes_on(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "PLIANT_PROFILES": "off"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", CHILD]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=120)
+    assert done.stdout.splitlines() == ["OpenVINO True False False", "ONNX Runtime"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -36,13 +36,13 @@ _EACH_ALONE = _TWO_VALUES | {
 def runtime_for(model: nn.Module, in_int8: bool = False) -> InferenceRuntime | None:
     """The runtime, where one is installed and steps were measured to be faster with it: networks of pointwise or grouped
     convolutions on CPUs. In int8, it serves wherever it is asked for."""
-    kind = runtimes.best()
-    if kind is None:
+    kinds = runtimes.installed()
+    if not kinds:
         return None
     serves = next(model.parameters()).device.type == "cpu" and has_small_convolutions(model)
     if in_int8:
-        return InferenceRuntime(kind, int8.Int8(), in_float32=serves)
-    return InferenceRuntime(kind) if serves else None
+        return InferenceRuntime(kinds if serves else (OnOnnxRuntime,), int8.Int8(), in_float32=serves)
+    return InferenceRuntime(kinds) if serves else None
 
 
 def why_not(plan: PrefixPlan) -> str | None:
@@ -188,12 +188,12 @@ class Export(Replay):
 class InferenceRuntime:
     """Makes models of prefixes. Equal models, as for batches of different sizes, are loaded once.
 
-    `kind` is the runtime of models in float32. `int8` holds what models in int8 are calibrated on. `in_float32`: whether models
-    in float32 serve as well.
+    `kinds` are the runtimes of models in float32: the first that can run a model does. `int8` holds what models in int8 are
+    calibrated on. `in_float32`: whether models in float32 serve as well.
     """
 
-    def __init__(self, kind: type[Loaded], int8: int8.Int8 | None = None, in_float32: bool = True) -> None:
-        self.kind, self.int8, self.in_float32 = kind, int8, in_float32
+    def __init__(self, kinds: Sequence[type[Loaded]], int8: int8.Int8 | None = None, in_float32: bool = True) -> None:
+        self.kinds, self.int8, self.in_float32 = tuple(kinds), int8, in_float32
         self._loaded: WeakValueDictionary[Hashable, Loaded] = WeakValueDictionary()
         self._seconds: list[float] = []
 
@@ -217,23 +217,61 @@ class InferenceRuntime:
 
     def build(self, plan: PrefixPlan, export: Export, batch: list[torch.Tensor]) -> PrefixModel | str:
         """The model of a prefix, or why there is none. It is in int8 if that is calibrated, and near enough."""
-        start = time.monotonic()
         if export.refusal is not None:
             return export.refusal
+        kinds, refusals = self._can_run(plan)
+        start = time.monotonic()
         try:
-            written, inputs = export.model()
-            threads = torch.get_num_threads()
-            key = hashlib.sha256(written).digest(), threads
-            loaded = self._load(key, self.kind, lambda: written)
-            model = PrefixModel(loaded, inputs, plan.signature(), threads, export.samples_are_apart())
-            found = model.run(plan, batch)
-            if not export.is_whole() or not all(_is_near(one, other) for one, other in zip(found, export.rows(), strict=True)):
-                return f"the results of {self.kind.title} differ from those of PyTorch by more than {TOLERANCE:g}"
-            return self._in_int8(model, plan, batch, found, key, written)
-        except Exception as error:  # whatever the runtime raises, PyTorch can still run the prefix
-            return f"{self.kind.title} cannot run it: {_first_line(error)}"
+            written, inputs = export.model() if kinds else (b"", ())
+            for kind in kinds:
+                found = self._on(kind, written, inputs, plan, export, batch)
+                if not isinstance(found, str):
+                    return found
+                refusals.append(found)
+        except Exception as error:
+            refusals.append(f"it cannot be written as ONNX: {first_line(error)}")
         finally:
             self._seconds.append(time.monotonic() - start)
+        return "; ".join(refusals)
+
+    def _can_run(self, plan: PrefixPlan) -> tuple[list[type[Loaded]], list[str]]:
+        """The runtimes that compute values of these types and can be imported; and why others cannot."""
+        calls = [plan.calls[at] for at in plan.prefix_calls]
+        types = {plan.values[number].dtype for call in calls for number in (*call.reads, *call.makes) if number >= 0}
+        kinds, refusals = list[type[Loaded]](), list[str]()
+        for kind in self.kinds:
+            why = None if kind.computes(types) else "its integers are not PyTorch's"
+            try:
+                kind.prepare()
+            except Exception as error:
+                why = first_line(error)
+            if why is None:
+                kinds.append(kind)
+            else:
+                refusals.append(f"{kind.title} cannot run it: {why}")
+        return kinds, refusals
+
+    def _on(
+        self,
+        kind: type[Loaded],
+        written: bytes,
+        inputs: tuple[int, ...],
+        plan: PrefixPlan,
+        export: Export,
+        batch: list[torch.Tensor],
+    ) -> PrefixModel | str:
+        """The model on one runtime, or why it is not used."""
+        try:
+            threads = torch.get_num_threads()
+            key = kind.title, hashlib.sha256(written).digest(), threads
+            loaded = self._load(key, kind, lambda: written)
+            model = PrefixModel(loaded, inputs, plan.signature(), threads, export.samples_are_apart())
+            found = model.run(plan, batch)
+        except Exception as error:  # whatever the runtime raises, PyTorch can still run the prefix
+            return f"{kind.title} cannot run it: {first_line(error)}"
+        if not export.is_whole() or not all(_is_near(one, other) for one, other in zip(found, export.rows(), strict=True)):
+            return f"the results of {kind.title} differ from those of PyTorch by more than {TOLERANCE:g}"
+        return self._in_int8(model, plan, batch, found, key, written)
 
     def _in_int8(
         self,
@@ -241,7 +279,7 @@ class InferenceRuntime:
         plan: PrefixPlan,
         batch: list[torch.Tensor],
         wanted: tuple[torch.Tensor, ...],
-        key: tuple[bytes, int],
+        key: tuple[str, bytes, int],
         written: bytes,
     ) -> PrefixModel:
         """The model in int8, if it is calibrated; `wanted` is what it gives in float32. Whether that is near enough is decided
@@ -259,7 +297,7 @@ class InferenceRuntime:
             ours = replace(model, loaded=loaded, calibration=calibration.number)
             off = int8.distance(ours.run(plan, batch), wanted)
         except Exception as error:  # of a prefix that the quantiser or its kernels do not know
-            return replace(model, not_int8=f"ONNX Runtime cannot quantise it: {_first_line(error)}")
+            return replace(model, not_int8=f"ONNX Runtime cannot quantise it: {first_line(error)}")
         if prefix not in calibration.refusals:
             near = off <= int8.FARTHEST
             why = None if near else f"it would be off by {off:.0%}, and at most {int8.FARTHEST:.0%} is accepted"
@@ -273,7 +311,7 @@ class InferenceRuntime:
         return loaded
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Of what it says; OpenVINO begins with where it was raised."""
     lines = (line for line in str(error).splitlines() if not line.startswith("Exception from "))
     return f"{type(error).__name__}: {next(lines, '')}"

@@ -1,12 +1,14 @@
 """The inference runtimes: each loads an ONNX model, and computes its outputs from tensors where they are.
 
-OpenVINO is taken where it is installed, else ONNX Runtime: in each of the steps that were measured it was as fast or faster
-(benchmarks/step.py). Models in int8 run on ONNX Runtime, which also quantises them.
+OpenVINO comes first where both are installed: it was faster wherever both were measured (the notebook has the tables). What it
+cannot run, ONNX Runtime may. Models in int8 run on ONNX Runtime, which also quantises them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
@@ -25,6 +27,14 @@ class Loaded(Protocol):
 
     def __init__(self, model: bytes, threads: int) -> None: ...
 
+    @staticmethod
+    def prepare() -> None:
+        """Import the packages, which takes longer than to load a model."""
+
+    @staticmethod
+    def computes(types: Collection[torch.dtype]) -> bool:
+        """Whether values of these types come out as in PyTorch."""
+
     def run(self, given: Tensors, made: Tensors, apart: bool) -> None:
         """Compute from these inputs into these outputs; `apart`: samples do not depend on each other."""
 
@@ -37,23 +47,49 @@ class OnOpenVino:
     def __init__(self, model: bytes, threads: int) -> None:
         how: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False}
         how |= {"INFERENCE_PRECISION_HINT": "f32"}
-        core = _openvino()
+        package, core, process = _openvino()
+        if process != os.getpid():
+            raise RuntimeError("it cannot load a model in a process that was forked from one that has used it")
         self._request = core.compile_model(core.read_model(model), "CPU", how).create_infer_request()
+        self._wrap = package.Tensor
+
+    @staticmethod
+    def prepare() -> None:
+        import onnx  # noqa: F401
+
+        _openvino()
+
+    @staticmethod
+    def computes(types: Collection[torch.dtype]) -> bool:
+        return set(types) <= {torch.float32, torch.bool}  # it cuts integers to 32 bits, and takes any index
 
     def run(self, given: Tensors, made: Tensors, apart: bool) -> None:
-        from openvino import Tensor
-
         for name, tensor in {**given, **made}.items():
-            self._request.set_tensor(name, Tensor(tensor.numpy(), shared_memory=True))
-        self._request.infer()
+            self._request.set_tensor(name, self._wrap(tensor.numpy(), shared_memory=True))
+        self._request.infer(share_outputs=True)
+        if not all(tensor.sum().isfinite() for tensor in given.values()):  # its ReLU makes 0 of NaN
+            for tensor in made.values():
+                tensor.fill_(float("nan"))
 
 
 @cache
-def _openvino() -> Any:
-    """One for the process: each has threads of its own."""
-    from openvino import Core
+def _openvino() -> tuple[Any, Any, int]:
+    """The package, and what loads models: one for the process, since each has threads of its own.
 
-    return Core()
+    Its import would report to a server that it is used. Without the package for that, it does not.
+    """
+    name = "openvino_telemetry"
+    absent = object()
+    before = sys.modules.get(name, absent)
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        import openvino
+    finally:
+        if before is absent:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before  # type: ignore[assignment]
+    return openvino, openvino.Core(), os.getpid()
 
 
 class OnOnnxRuntime:
@@ -69,6 +105,15 @@ class OnOnnxRuntime:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # PyTorch's threads work in between
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+    @staticmethod
+    def prepare() -> None:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+
+    @staticmethod
+    def computes(types: Collection[torch.dtype]) -> bool:
+        return True
 
     def run(self, given: Tensors, made: Tensors, apart: bool) -> None:
         for piece in pieces([*given.values()]) if apart else [...]:
@@ -88,11 +133,10 @@ def pieces(given: list[torch.Tensor]) -> list[Any]:
     return [slice(at, at + step) for at in range(0, size, step)]
 
 
-def best() -> type[Loaded] | None:
-    """The faster of those that are installed."""
-    if not _has("onnx"):
-        return None
-    return OnOpenVino if _has("openvino") else OnOnnxRuntime if _has("onnxruntime") else None
+def installed() -> tuple[type[Loaded], ...]:
+    """Those that are installed, the faster one first."""
+    kinds: tuple[tuple[str, type[Loaded]], ...] = ("openvino", OnOpenVino), ("onnxruntime", OnOnnxRuntime)
+    return tuple(kind for name, kind in kinds if _has(name)) if _has("onnx") else ()
 
 
 def has_int8() -> bool:

@@ -105,9 +105,7 @@ def _of_weight(grad: torch.Tensor, input: torch.Tensor, stride: int, padding: in
     # Short rows: make channels contiguous, and let a product of matrices add up the positions.
     input, grad = input.permute(2, 3, 0, 1).contiguous(), grad.permute(2, 3, 0, 1).contiguous()
     input = F.pad(input, (0, 0, 0, 0, *[padding] * 4))
-    product, rows = torch.empty_like(grad), grad.shape[:3].numel()
-    ones, out = grad.new_ones(1, rows), grad.new_empty(size * size, grad.shape[3])
-    for place, (i, j) in enumerate(places):
-        torch.mul(grad, input[i : i + high : stride, j : j + wide : stride], out=product)
-        torch.mm(ones, product.view(rows, -1), out=out[place : place + 1])
-    return out.t().reshape(-1, 1, size, size)
+    rows, channels = grad.shape[:3].numel(), grad.shape[3]
+    ones = grad.new_ones(rows)
+    products = (grad * input[i : i + high : stride, j : j + wide : stride] for i, j in places)
+    return torch.stack([ones @ product.view(rows, channels) for product in products], 1).view(-1, 1, size, size)
