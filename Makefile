@@ -25,7 +25,7 @@ test: $(STAMP) browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy pliant
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Tests of optional packages and of the examples, in an environment of their own; then the wheel, in a clean one.
 test-extras: .venv-extras/.installed wheel
