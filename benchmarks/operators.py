@@ -24,10 +24,10 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import record
@@ -45,6 +45,7 @@ GROUPS = {
     "optimizer": ("aten._fused", "aten._foreach", "aten.mul_", "aten.add_", "aten.addcdiv_", "aten.addcmul_", "aten.lerp_"),
 }
 ROWS = 12  # of the table by shapes
+RUNTIMES = {"openvino": ("InferRequest", "infer"), "onnxruntime": ("InferenceSession", "run_with_iobinding")}
 
 
 def clock(wall: bool) -> float:
@@ -123,35 +124,30 @@ def limits(wall: bool) -> dict[str, float]:
 
 
 def runtime_seconds(wall: bool) -> list[float]:
-    """A list that collects what the inference runtime takes, call by call; empty where none is installed."""
+    """A list that collects what inference runtimes take, call by call: those that a session has imported by now."""
     taken = list[float]()
-    if find_spec("openvino") is not None:
-        from openvino import InferRequest as kind
+    for package, (kind, name) in RUNTIMES.items():
+        if package in sys.modules:
+            owner = getattr(sys.modules[package], kind)
+            setattr(owner, name, timed_call(getattr(owner, name), wall, taken))
+    return taken
 
-        name = "infer"
-    elif find_spec("onnxruntime") is not None:
-        from onnxruntime import InferenceSession as kind
 
-        name = "run_with_iobinding"
-    else:
-        return taken
-    original = getattr(kind, name)
-
-    def run(self: Any, *given: Any, **how: Any) -> None:
+def timed_call(original: Callable[..., Any], wall: bool, taken: list[float]) -> Callable[..., None]:
+    def run(*given: Any, **how: Any) -> None:
         start = clock(wall)
-        original(self, *given, **how)
+        original(*given, **how)
         taken.append(clock(wall) - start)
 
-    setattr(kind, name, run)
-    return taken
+    return run
 
 
 def measure(name: str, size: int, choice: str, way: str, setting: dict[str, Any]) -> dict[str, Any]:
     """One step of one way, taken apart."""
     wall = setting["wall"]
-    on_runtime = runtime_seconds(wall)
     best = limits(wall)
     mine, take = steps.made(name, size, choice, "plain freezing, channels-last" if way == "plain" else way, setting)
+    on_runtime = runtime_seconds(wall)
     whole, runtime, calls = list[float](), list[float](), list[Any]()
     for _ in range(setting["repeats"]):
         take()

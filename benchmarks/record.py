@@ -60,7 +60,7 @@ def cells(path: Path) -> list[dict[str, Any]]:
 def save(path: Path, setting: dict[str, Any], cells: list[dict[str, Any]], table: str) -> None:
     """Write JSON and table to temporary files, then rename them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"setting": setting, "where": where(setting.get("device", "cpu")), "cells": cells}
+    content = {"setting": setting, "where": where(setting.get("device", "cpu"), setting.get("threads", 1)), "cells": cells}
     for target, text in ((path, dumps(content)), (path.with_suffix(".md"), heading(content) + table)):
         temporary = target.with_name(target.name + ".tmp")
         temporary.write_text(text)
@@ -73,11 +73,13 @@ def dumps(content: dict[str, Any]) -> str:
     return f'{head},\n "cells": [\n' + ",\n".join(json.dumps(cell) for cell in content["cells"]) + "\n ]\n}\n"
 
 
-def where(device: str = "cpu") -> dict[str, Any]:
+def where(device: str = "cpu", threads: int = 1) -> dict[str, Any]:
     """Hardware, versions, date and commit."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, 1 thread",
+        "hardware": torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,

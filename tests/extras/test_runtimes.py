@@ -399,24 +399,12 @@ def test_200_steps_end_within_the_spread_of_seeds() -> None:
 # ------------------------------------------------------------ two runtimes
 
 
-def test_what_one_cannot_run_the_next_one_does(kind: type[Loaded]) -> None:
-    """OpenVINO compiles no norm without weights and with untouched statistics, after an activation."""
-    body = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU6(), nn.BatchNorm2d(8, affine=False))
-    for kinds in ((OnOpenVino,), (OnOpenVino, OnOnnxRuntime)):
-        model, prefix = Calls(copy.deepcopy(body)), Prefix(nn.Identity(), runtime=InferenceRuntime(kinds))
-        prefix.model = model
-        runs_alike(model, torch.randn(4, 4, 6, 6), prefix)
-        if OnOnnxRuntime in kinds:
-            assert isinstance(models_of(prefix)[0].loaded, OnOnnxRuntime) and "runtime" not in prefix.reasons
-        else:
-            assert prefix.reasons["runtime"].startswith("OpenVINO cannot run it: RuntimeError: Check ")
-
-
-def test_a_package_that_is_broken_leaves_it_to_the_other(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
+@pytest.mark.parametrize("what", ["prepare", "__init__", "run"])
+def test_what_one_cannot_run_the_other_does(what: str, kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> None:
         raise ImportError("libtbb.so.12: no such file")
 
-    monkeypatch.setattr(kind, "prepare", fails)
+    monkeypatch.setattr(kind, what, fails)
     other = OnOnnxRuntime if kind is OnOpenVino else OnOpenVino
     model = small().eval()
     model.stem.requires_grad_(False)

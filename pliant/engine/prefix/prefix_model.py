@@ -220,16 +220,19 @@ class InferenceRuntime:
         if export.refusal is not None:
             return export.refusal
         kinds, refusals = self._can_run(plan)
+        if not kinds:
+            return "; ".join(refusals)
         start = time.monotonic()
         try:
-            written, inputs = export.model() if kinds else (b"", ())
+            written, inputs = export.model()
+        except Exception as error:  # PyTorch can still run the prefix
+            return f"it cannot be written as ONNX: {first_line(error)}"
+        try:
             for kind in kinds:
                 found = self._on(kind, written, inputs, plan, export, batch)
                 if not isinstance(found, str):
                     return found
                 refusals.append(found)
-        except Exception as error:
-            refusals.append(f"it cannot be written as ONNX: {first_line(error)}")
         finally:
             self._seconds.append(time.monotonic() - start)
         return "; ".join(refusals)

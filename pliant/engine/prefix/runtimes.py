@@ -45,11 +45,15 @@ class OnOpenVino:
     title: ClassVar[str] = "OpenVINO"
 
     def __init__(self, model: bytes, threads: int) -> None:
-        how: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "ENABLE_CPU_PINNING": False}
-        how |= {"INFERENCE_PRECISION_HINT": "f32"}
         package, core, process = _openvino()
         if process != os.getpid():
             raise RuntimeError("it cannot load a model in a process that was forked from one that has used it")
+        how = {
+            "INFERENCE_NUM_THREADS": threads,
+            "NUM_STREAMS": 1,
+            "ENABLE_CPU_PINNING": False,
+            "INFERENCE_PRECISION_HINT": "f32",
+        }
         self._request = core.compile_model(core.read_model(model), "CPU", how).create_infer_request()
         self._wrap = package.Tensor
 
@@ -78,17 +82,12 @@ def _openvino() -> tuple[Any, Any, int]:
 
     Its import would report to a server that it is used. Without the package for that, it does not.
     """
-    name = "openvino_telemetry"
-    absent = object()
-    before = sys.modules.get(name, absent)
-    sys.modules[name] = None  # type: ignore[assignment]
+    is_hidden = sys.modules.setdefault("openvino_telemetry", None) is None  # type: ignore[arg-type]
     try:
         import openvino
     finally:
-        if before is absent:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before  # type: ignore[assignment]
+        if is_hidden:
+            del sys.modules["openvino_telemetry"]
     return openvino, openvino.Core(), os.getpid()
 
 
