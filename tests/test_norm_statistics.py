@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from oracle import differences, snapshot
 from torch import nn
 
-from pliant import Session, recipes
+from pliant import Budget, Session, recipes
 from pliant.runtime.norm_statistics import LOOKS
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -214,3 +216,60 @@ def test_one_sample_and_norms_without_statistics() -> None:
         norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
     with Session(model, sgd(model), loss, recipes.head()) as session:
         assert torch.isfinite(session.step(batches(1)[0]))
+
+
+PART = ("second.*", "norm2.*", "head.*")
+
+
+def shrunk(session: Session, many: int) -> None:
+    """Steps before which the weights shrink, so that running statistics are far behind. Batch statistics do not notice."""
+    with torch.no_grad():
+        session.model.second.weight.mul_(0.05)  # type: ignore[operator, union-attr]
+        session.model.second.bias.mul_(0.05)  # type: ignore[operator, union-attr]
+    for batch in batches(many):
+        session.step(batch)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["a known length", "closed"])
+def test_after_the_last_step_statistics_are_those_of_the_weights(known: bool, tmp_path: Path) -> None:
+    model, log = trained(), tmp_path / "run.jsonl"
+    with Session(model, sgd(model), loss, recipes.only(*PART), log=log, total_steps=16 if known else None) as session:
+        for batch in batches(10):
+            session.step(batch)
+        shrunk(session, 6)
+        if not known:
+            session.close()
+        with torch.no_grad():
+            seen = [model.second(F.relu(model.eval().norm1(model.first(x)))) for x, _ in batches(6)[-LOOKS:]]
+        expected = torch.stack([x.var((0, 2, 3)) for x in seen]).mean(0)
+        assert torch.allclose(model.norm2.running_var, expected)
+    assert torch.allclose(model.norm2.running_var, expected), "once"
+    assert [note for note in notes(log) if note.startswith("after the last step, norm statistics are re-estimated")]
+
+
+@pytest.mark.parametrize("why", ["another rule", "a memory limit", "an error", "plain training"])
+def test_other_runs_end_with_the_statistics_of_their_last_step(why: str) -> None:
+    model = trained()
+    policy = recipes.full() if why == "plain training" else recipes.only(*PART)
+    if why == "a memory limit":
+        policy = replace(policy, budget=Budget(memory="10MB"))
+    before: dict[str, torch.Tensor] = {}
+    rule = "chosen" if why == "another rule" else "auto"
+    with suppress(KeyboardInterrupt), Session(model, sgd(model), loss, policy, norm=rule) as session:  # type: ignore[arg-type]
+        shrunk(session, 6)
+        before = statistics(model)
+        if why == "an error":
+            raise KeyboardInterrupt
+    assert all(torch.equal(before[name], now) for name, now in statistics(model).items())
+
+
+def test_statistics_that_fit_stay_as_they_are_at_the_end() -> None:
+    model = trained()
+    with Session(model, sgd(model), loss, recipes.only(*PART), total_steps=12) as session:
+        for batch in batches(11):
+            session.step(batch)
+        twin = copy.deepcopy(model)
+        session.step(batches(12)[11])
+    twin.norm1.eval()
+    twin(batches(12)[11][0])
+    assert all(torch.equal(twin.state_dict()[name], now) for name, now in statistics(model).items())

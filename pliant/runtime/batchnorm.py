@@ -42,6 +42,7 @@ class BatchNormModes:
     _wanted: dict[str, bool] = field(default_factory=dict)
     _set: dict[str, bool] = field(default_factory=dict)
     _whole: bool = True
+    _plain: bool = False  # everything trains, and nothing limits it
     _frozen: frozenset[str] | None = None  # those that "auto" keeps on running statistics; None before it is settled
 
     def __post_init__(self) -> None:
@@ -111,6 +112,12 @@ class BatchNormModes:
         norms = {name: norm for name, norm in self._learned().items() if self._wanted[name]}
         return NormStatistics(self.model, norms, looks=0 if self.rule == "auto" else LOOKS)
 
+    def trained(self) -> dict[str, nn.Module]:
+        """With "auto", the batch norms that use batch statistics now: their running statistics lag behind the weights."""
+        if self.rule != "auto" or self._plain:
+            return {}
+        return {name: norm for name, norm in self._norms.items() if self._set.get(name) and isinstance(norm, BatchNormBase)}
+
     def hold_(self, among: Collection[str], chosen: Collection[str], limited: bool = True) -> None:
         """Set every norm's mode for this choice. Call before each forward pass.
 
@@ -120,7 +127,8 @@ class BatchNormModes:
             return
         self._listen()
         everything = len(chosen) == len(among)
-        frozen = self._frozen if self.rule == "auto" and (limited or not everything) else None
+        self._plain = everything and not limited
+        frozen = self._frozen if self.rule == "auto" and not self._plain else None
         for name, module in self._norms.items():
             candidates = [p for p in self._own[name] if p in among]
             # A norm without parameters to choose goes along only when the whole model trains.

@@ -1,18 +1,16 @@
-"""The beginning of a run: the head trains first, then the first selection, which is judged by how the loss falls.
+"""The beginning of a run: the head trains first, then the first selection, which is judged by its loss.
 
 A head that does not fit its data sends gradients through the network that say more about the head than about the layers. So
 the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.10054), and layers are chosen by what they can add
-to it. What they add shows in the loss: it must come below where the head's own learning curve leads. Where it does not, the
-rate is too high for so large a part, or nothing but the head needed to change: the run goes back to where that part was chosen,
-and tries a smaller one.
+to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn.
 
-The loss may rise at first, as features change under the head. One that falls fast enough to be back where the head had it is
-given that time.
+The loss may rise at first, as features change under the head. After as many steps as the head had, it must be back where the
+head left it. Where it is not, the rate is too high for so large a part: the run goes back to where that part was chosen, and
+tries a smaller one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +19,11 @@ from torch import nn
 
 from pliant.session.delta import Undo
 
+FAST = 0.5  # of the loss before, in half as many steps as the head has at least: then it goes on alone
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
-SPANS = 4  # of half as many steps as the head had: then a selection is judged for the last time
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
-_FEW = 8  # steps of the head alone: fewer make no learning curve
+_FEW = 8  # steps of the head alone: the losses of fewer say little
 
 
 def length(share: float, total: int | None) -> int:
@@ -33,20 +31,6 @@ def length(share: float, total: int | None) -> int:
     if not share:
         return 0
     return UNKNOWN if total is None else max(round(share * total), min(_LEAST, total // 4), 1)
-
-
-def expected(losses: list[float], span: int) -> float:
-    """Where the head's own curve leads: its mean loss in a later span of half as many steps as these, on a power law of steps.
-
-    With L(t) = a·t^(q−1) the means over equal spans are as 1 : 2^q − 1 : 3^q − 2^q : … These losses are spans 0 and 1: they
-    give q.
-    """
-    half = len(losses) // 2
-    early, late = (_mean(part) for part in (losses[:half], losses[half:]))
-    if not 0 < late < early:
-        return late
-    q = math.log2(1 + late / early)
-    return float(early * ((span + 1) ** q - span**q))
 
 
 class Beginning:
@@ -58,43 +42,51 @@ class Beginning:
         self._losses: list[torch.Tensor | float] = []  # of the head alone
         self._after: list[torch.Tensor | float] | None = None  # of the selection that is judged
         self._undo: Undo | None = None
+        self._seen = 0, False  # spans of the head alone, and whether its loss halved in the last one
 
     def see(self, loss: torch.Tensor | None) -> None:
         """A step is over."""
         if not self.over and loss is not None:
             (self._losses if self._after is None else self._after).append(loss)
 
-    def chose(self, model: nn.Module, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], may: bool) -> None:
-        """The first selection comes into force. It is judged if the head's steps were enough, and there `may` be a copy."""
+    def goes_on(self, length: int) -> bool:
+        """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many."""
+        span = max(length // 2, 1)
+        spans = len(self._losses) // span
+        if spans < 2:
+            return False
+        if spans != self._seen[0]:  # once per span: reading numbers off a GPU waits for it
+            early, late = (_mean(_read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
+            self._seen = spans, 0 < late < FAST * early
+        return self._seen[1]
+
+    def chose(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], length: int, may: bool
+    ) -> None:
+        """The first selection comes into force. It is judged by the head's last `length` steps if they were enough, and there
+        `may` be a copy."""
+        self._losses = self._losses[-length:] if length else []
         if not may or len(self._losses) < _FEW:
             return self.end()
         self._after, self._undo = [], Undo(model, optimizer)
         self._undo.keep(params)
 
     def judge_(self, optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
-        """After as many steps as the head had, and up to twice as many: if the loss is above the head's curve, and does not
-        come down to where the head had it, put everything back as it was when the selection came into force. Returns what to
-        say of that, and the share of the units to try next."""
-        if self.over or self._undo is None or not self._after:
+        """After as many steps as the head had: if the loss is above where the head left it, put everything back as it was when
+        the selection came into force. Returns what to say of that, and the share of the units to try next."""
+        if self.over or self._undo is None or self._after is None or len(self._after) < len(self._losses):
             return None
-        span = len(self._losses) // 2
-        spans, rest = divmod(len(self._after), span)
-        if rest or spans < 2:
-            return None
-        before, after = _read(self._losses), _read(self._after)
-        reached, aim = _mean(after[-span:]), expected(before, spans + 1)
-        falls = _mean(after[-2 * span : -span]) - reached  # in a span
-        comes_down = reached - (SPANS - spans) * falls <= _mean(before[span:])
-        if reached <= aim or (comes_down and spans == SPANS):
+        half = len(self._losses) // 2
+        before, after = (_mean(_read(losses[-half:])) for losses in (self._losses, self._after))
+        if after <= before:
             self.end()
-        if reached <= aim or comes_down:
             return None
         self._undo.rollback_(optimizer)
         share, what = (0.0, "the head alone trains") if self.tries else (SMALLER, "a quarter of it is tried")
         self.tries, self._after = self.tries + 1, []
         if not share:
             self.end()
-        return f"the selection was taken back: the loss is {reached:.4g}, the head's own curve led to {aim:.4g}; {what}", share
+        return f"the selection was taken back: the loss is {after:.4g}, the head left it at {before:.4g}; {what}", share
 
     def end(self) -> None:
         """No further selection is judged."""

@@ -72,3 +72,4 @@ def forget(loop: Loop) -> None:
     loop.beginning.end()
     loop.settle()
     loop.stepper.drop()
+    loop.note("rolled back to the start")

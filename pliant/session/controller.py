@@ -60,6 +60,7 @@ class Controller:
         self.frozen: Collection[str] = ()  # parameters that may not be chosen
         self.pending: Selection | None = None  # planned for a new budget, not yet in force
         self.asks_anyway = False  # for another selection, whatever the schedule says
+        self.head_goes_on = False  # alone, longer than planned
         self.last = Progress()  # where the run stood at the last selection
         self._priced: tuple[Profile, Mode, Profile] | None = None
 
@@ -153,7 +154,7 @@ class Controller:
     def _asks(self, now: Progress) -> bool:
         """Whether another selection is due by the schedule, or was asked for."""
         if self.is_warming(now) and not self.asks_anyway:
-            return now.step >= self.warm_up(now)
+            return bool(self.head_is_ready(now)) and not self.head_goes_on
         left = now.total_steps - now.step if now.total_steps is not None else 0
         is_short = 0 < left < self.policy.when.lasts
         return self.asks_anyway or (not is_short and self.policy.when.due(now, self.last, self.drift.amount))
@@ -214,6 +215,10 @@ class Controller:
             return 0
         always = always_chosen(self.policy, self.profile, self.units)
         return beginning.length(self.policy.head_first, now.total_steps) if always.any() and not always.all() else 0
+
+    def head_is_ready(self, now: Progress) -> int:
+        """The steps that the head was to have alone, where it has had them and nothing else is chosen yet; else 0."""
+        return steps if self.is_warming(now) and now.step >= (steps := self.warm_up(now)) else 0
 
     def is_warming(self, now: Progress) -> bool:
         """Whether what is always chosen trains alone."""

@@ -116,8 +116,9 @@ class Loop:
         """Whether what is not chosen is frozen: not where the loss differentiates with respect to parameters."""
         return self.controller.profile is None or self.controller.profile.origin.get("differentiates") != "parameters"
 
-    def note(self, text: str) -> None:
-        self.log.write("note", step=self.steps, text=text)
+    def note(self, text: str | None) -> None:
+        if text is not None:
+            self.log.write("note", step=self.steps, text=text)
 
     # ------------------------------------------------------------ a step
 
@@ -138,7 +139,14 @@ class Loop:
         if result is not None:
             self.record(result)
         self.follow_engine(before)
+        if self.steps == self.total_steps:
+            self.finish()
         return value
+
+    def finish(self) -> None:
+        """After the last step: the model is evaluated as it was trained."""
+        with self.time.not_training("profiling"):
+            self.note(self.norms.finish_(self.model, partial(self.loss, self.model)))
 
     def prepare(self, batch: Any, around: Around = nullcontext, ready: Ready | None = None) -> None:
         """Measure, correct, choose and apply, as far as due. Forward passes are measured as `Controller.measure` says."""
@@ -159,6 +167,8 @@ class Loop:
                 self._measure(batch, around, ready)
             for note in notes:
                 self.note(note)
+            if head_steps := self.controller.head_is_ready(self.progress):
+                self.controller.head_goes_on = self.ranks.first(lambda: self.beginning.goes_on(head_steps))
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
             looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
             if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
@@ -175,6 +185,7 @@ class Loop:
             raise
         check_in_groups(self.params, self.engine.optimizer, self.selection.params)
         self._hold_norms(self.selection.params)
+        self.norms.keep(batch, self.progress, self.budget)
         self.laps.begin()
 
     def _heed_flags(self) -> None:
@@ -222,7 +233,7 @@ class Loop:
             self.engine.origin = self.profile.origin
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
-        for note in filter(None, notes):
+        for note in notes:
             self.note(note)
 
     def leave_out_unheld(self) -> str | None:
@@ -302,15 +313,17 @@ class Loop:
         selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full)
         if self.controller.feedback.turns is None:
             self._full_steps.end()
-        if note is not None:
-            self.note(note)
+        self.note(note)
         if selection is not None:
             self._use(selection, start)
         taken_back = self.beginning.judge_(self.engine.optimizer)
         if taken_back is not None:
             self.note(taken_back[0])
             self.engine.forget()
-            self._use(self.controller.shrink(self.progress, self.engine.mode, taken_back[1]), start)
+            smaller = self.controller.shrink(self.progress, self.engine.mode, taken_back[1])
+            if smaller.params.issubset(self.profile.head):  # nothing is left to judge
+                self.beginning.end()
+            self._use(smaller, start)
         try:
             selection = self.controller.next(self.progress, self.engine.mode, partial(self._probe, batch))
         except ProbeError as error:
@@ -320,9 +333,9 @@ class Loop:
             return
         if selection is not None:
             if selection.round > 0 and not self.beginning.over:
-                may = self.undo is not None or self.budget.memory is None
-                may = may and self.policy.head_first > 0 and self.ranks.is_alone
-                self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), may)
+                has_room = self.undo is not None or self.budget.memory is None
+                may, length = has_room and self.ranks.is_alone, self.controller.warm_up(self.progress)
+                self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), length, may)
             self._use(selection, start)
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
@@ -344,8 +357,7 @@ class Loop:
                 self.undo.keep_dropped({n: p for n, p in self.params.items() if n not in selection.params})
         self.log.flush()
         self.read_steps()
-        measured = self.laps.median()
-        before = self.engine.mode
+        measured, before = self.laps.median(), self.engine.mode
         forget_history_(self.params, self.engine.optimizer, selection.params)
         self.apply_(selection)
         if self.engine.mode != before:
@@ -376,6 +388,7 @@ class Loop:
     def close(self) -> None:
         """Restore trainable flags and modes as they were found."""
         try:
+            self.finish()
             spent = {"all": self.time.elapsed, **self.time.spent}
             self.log.write("end", step=self.steps, round=self.round, **self.resident.now(), spent=spent)
         finally:

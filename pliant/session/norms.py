@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from torch import nn
+
+from pliant.core.budget import Budget, Progress
 from pliant.cost.profile import Profile
 from pliant.runtime.batches import mismatched
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
+from pliant.runtime.norm_statistics import LOOKS, NormStatistics
 from pliant.runtime.ranks import Ranks
 
 Run = Callable[[], Any]  # one forward pass, up to the loss
 
 
 class Norms:
-    """`BatchNormModes` as a run uses them, and `NormStatistics` over its first batches."""
+    """`BatchNormModes` as a run uses them, and `NormStatistics` over its first and its last batches."""
 
     def __init__(self, modes: BatchNormModes, ranks: Ranks) -> None:
         """With several processes nothing is re-estimated by itself: each sees other batches."""
         self._modes, self._ranks = modes, ranks
         self._statistics = modes.statistics()
+        self._last: deque[Any] = deque(maxlen=LOOKS)  # batches
 
     @property
     def has_any(self) -> bool:
@@ -49,6 +55,32 @@ class Norms:
                 notes.append(f"norms use their running statistics: a batch has {few:.0f} values per channel")
         return [note for note in notes if note is not None]
 
+    def keep(self, batch: Any, now: Progress, budget: Budget) -> None:
+        """This may be one of the last batches. Where memory is limited none is kept."""
+        is_near = now.total_steps is None or now.step >= now.total_steps - LOOKS
+        if is_near and self._ranks.is_alone and self.has_any and budget.memory is None:
+            self._last.append(batch)
+
+    def drop(self) -> None:
+        """No batch is the last one of its run: an error ended it."""
+        self._last.clear()
+
+    def finish_(self, model: nn.Module, loss: Callable[[Any], Any]) -> str | None:
+        """After the last step: re-estimate what trained over the last batches, if they say so. Returns what the log should say.
+
+        In training a norm uses the statistics of each batch, and its running statistics follow slowly. Weights that still move
+        fast leave them behind: then the network of the evaluation is not the one that was trained (arXiv 2105.07576).
+        """
+        batches, statistics = [*self._last], NormStatistics(model, self._modes.trained())
+        self._last.clear()
+        notes = []
+        for batch in batches if len(batches) == LOOKS else ():
+            other = mismatched(batch)
+            notes.append(statistics.see_(partial(loss, batch), None if other is None else partial(loss, other)))
+            if not statistics.replaced:
+                break
+        return f"after the last step, {notes[0]}" if notes and notes[0] is not None else None
+
     def estimate(self, runs: Iterable[Run]) -> str:
         """Re-estimate running statistics on given batches. Returns what the log should say."""
         if not self._statistics.norms:
@@ -70,6 +102,7 @@ class Norms:
     def restart_(self) -> None:
         """The model is as it was before the run: its first batches are to come."""
         self._statistics.restart_()
+        self.drop()
 
     def state(self) -> dict[str, Any]:
         return {"frozen": self._modes.state(), "statistics": self._statistics.state()}

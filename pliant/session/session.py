@@ -373,7 +373,6 @@ class Session:
         self._undoable().rollback_(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         changes.forget(self._loop)
-        self._loop.note("rolled back to the start")
 
     def _undoable(self) -> Undo:
         if self._undo is None:
@@ -382,10 +381,9 @@ class Session:
 
     def close(self) -> None:
         """Restore trainable flags and modes as they were found. Weights stay as trained."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.close()
+        if not self._closed:
+            self._closed = True
+            self._loop.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -397,4 +395,6 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            self._loop.norms.drop()
         self.close()
