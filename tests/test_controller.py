@@ -179,6 +179,16 @@ def test_a_full_step_that_was_measured_wrong_does_not_ruin_the_choice(wrong: flo
         assert {selection.units for selection in chosen} == {chosen[0].units}  # 0.6 of a full step, whatever that takes
 
 
+def test_a_small_correction_takes_no_full_step_and_a_second_one_does(tmp_path: Path) -> None:
+    device = Device(1.1)
+    with opened(device, last(0.5), log=tmp_path / "log") as session:
+        train(session, 20)
+        assert len(session.rounds) == 2 and not notes(tmp_path / "log")
+        device.speed = 1.3
+        train(session, 100)
+    assert any("the full step was measured again" in note for note in notes(tmp_path / "log"))
+
+
 def test_work_beside_the_run_is_no_reason_to_change() -> None:
     """It slows full steps too, and comes and goes from step to step."""
     device, noise = Device(), random.Random(0)

@@ -272,8 +272,8 @@ class Controller:
         """Another selection for the same round, if steps miss the budget, and what the log should say of it.
 
         `change_seconds` is what another selection costs beside its steps. A share of the time is one of a full step on the
-        device as it is now, so a few steps take turns with full steps before it is corrected, where what steps miss is more
-        than that costs: `measure_full` takes one and returns its seconds.
+        device as it is now, so a few steps take turns with full steps before it is corrected by much, where what steps miss is
+        more than that costs: `measure_full` takes one and returns its seconds.
         """
         if self.selection is None or self.pending is not None:
             return None, None
@@ -289,6 +289,7 @@ class Controller:
         if self.feedback.turns is None:
             left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
             in_turn = self._is_share(now) and self.policy.budget.memory is None  # else there is no room for a full step
+            in_turn = in_turn and self.feedback.needs_turns(asked)
             cost = change_seconds + (Turns.STEPS * self.prices(mode).full.seconds if in_turn else 0.0)
             if not self.feedback.may_correct(asked, cost, left):
                 return None, None
