@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -221,46 +220,64 @@ def test_one_sample_and_norms_without_statistics() -> None:
 PART = ("second.*", "norm2.*", "head.*")
 
 
-def shrunk(session: Session, many: int) -> None:
-    """Steps before which the weights shrink, so that running statistics are far behind. Batch statistics do not notice."""
+def shrink_(model: Net) -> None:
+    """Shrink weights, so that running statistics are far behind. Batch statistics do not notice."""
     with torch.no_grad():
-        session.model.second.weight.mul_(0.05)  # type: ignore[operator, union-attr]
-        session.model.second.bias.mul_(0.05)  # type: ignore[operator, union-attr]
-    for batch in batches(many):
-        session.step(batch)
+        model.second.weight.mul_(0.05)
+        model.second.bias.mul_(0.05)
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["a known length", "closed"])
-def test_after_the_last_step_statistics_are_those_of_the_weights(known: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_after_the_last_step_statistics_are_those_of_the_weights(own_loop: bool, tmp_path: Path) -> None:
     model, log = trained(), tmp_path / "run.jsonl"
-    with Session(model, sgd(model), loss, recipes.only(*PART), log=log, total_steps=16 if known else None) as session:
+    optimizer = sgd(model)
+    with Session(model, optimizer, loss, recipes.only(*PART), log=log, total_steps=16) as session:
         for batch in batches(10):
             session.step(batch)
-        shrunk(session, 6)
-        if not known:
-            session.close()
+        shrink_(model)
+        for batch in batches(6):
+            if own_loop:
+                session.before_step(batch)
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+            else:
+                session.step(batch)
         with torch.no_grad():
             seen = [model.second(F.relu(model.eval().norm1(model.first(x)))) for x, _ in batches(6)[-LOOKS:]]
         expected = torch.stack([x.var((0, 2, 3)) for x in seen]).mean(0)
         assert torch.allclose(model.norm2.running_var, expected)
-    assert torch.allclose(model.norm2.running_var, expected), "once"
     assert [note for note in notes(log) if note.startswith("after the last step, norm statistics are re-estimated")]
 
 
-@pytest.mark.parametrize("why", ["another rule", "a memory limit", "an error", "plain training"])
+@pytest.mark.parametrize("why", ["another rule", "a memory limit", "no known length", "an early end", "plain training", "head"])
 def test_other_runs_end_with_the_statistics_of_their_last_step(why: str) -> None:
     model = trained()
-    policy = recipes.full() if why == "plain training" else recipes.only(*PART)
+    policy = {"plain training": recipes.full(), "head": recipes.head()}.get(why, recipes.only(*PART))
     if why == "a memory limit":
         policy = replace(policy, budget=Budget(memory="10MB"))
-    before: dict[str, torch.Tensor] = {}
-    rule = "chosen" if why == "another rule" else "auto"
-    with suppress(KeyboardInterrupt), Session(model, sgd(model), loss, policy, norm=rule) as session:  # type: ignore[arg-type]
-        shrunk(session, 6)
-        before = statistics(model)
-        if why == "an error":
-            raise KeyboardInterrupt
-    assert all(torch.equal(before[name], now) for name, now in statistics(model).items())
+    rule, length = "chosen" if why == "another rule" else "auto", {"no known length": None, "an early end": 30}.get(why, 6)
+    calls = []
+
+    def counted(model: nn.Module, batch: Batch) -> torch.Tensor:
+        calls.append(1)
+        return loss(model, batch)
+
+    with Session(model, sgd(model), counted, policy, norm=rule, total_steps=length) as session:  # type: ignore[arg-type]
+        shrink_(model)
+        for batch in batches(5):
+            session.step(batch)
+        twin = copy.deepcopy(model)
+        before = len(calls)
+        session.step(batches(6)[5])
+        assert len(calls) == before + 1 or why == "a memory limit"  # which measures
+    model.zero_grad()
+    assert len(calls) == before + 1 or why == "a memory limit"
+    if why not in ("head", "a memory limit"):
+        twin.norm1.train(why == "plain training")
+        twin.norm2.train()
+        twin(batches(6)[5][0])
+        assert all(torch.equal(twin.state_dict()[name], now) for name, now in statistics(model).items())
 
 
 def test_statistics_that_fit_stay_as_they_are_at_the_end() -> None:

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms that do not fit the data: noticed, and re-estimated over the first batches."""
+"""Running statistics of batch norms that do not fit the data: noticed, and re-estimated over the first or last batches."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def look(model: nn.Module, norms: Mapping[str, nn.Module], run: Run) -> tuple[fl
     loss = float("nan")
     try:
         with sandbox(model), torch.no_grad():
-            for norm in norms.values():
-                norm.training = False
+            model.eval()  # as in `of_batch`
             loss = _number(run())
     except Exception:  # a loss that needs gradients, or an error that the first step will raise again
         if len(seen) < len(norms):

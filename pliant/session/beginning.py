@@ -4,9 +4,9 @@ A head that does not fit its data sends gradients through the network that say m
 the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.10054), and layers are chosen by what they can add
 to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn.
 
-The loss may rise at first, as features change under the head. After as many steps as the head had, it must be back where the
-head left it. Where it is not, the rate is too high for so large a part: the run goes back to where that part was chosen, and
-tries a smaller one.
+The loss may rise at first, as features change under the head. After as many steps as were planned for the head, it must be
+back where the head left it. Where it is not, the rate is too high for so large a part: the run goes back to where that part was
+chosen, and tries a smaller one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Beginning:
         """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many."""
         span = max(length // 2, 1)
         spans = len(self._losses) // span
-        if spans < 2:
+        if spans < 2 or length < _FEW:
             return False
         if spans != self._seen[0]:  # once per span: reading numbers off a GPU waits for it
             early, late = (_mean(_read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
@@ -72,8 +72,8 @@ class Beginning:
         self._undo.keep(params)
 
     def judge_(self, optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
-        """After as many steps as the head had: if the loss is above where the head left it, put everything back as it was when
-        the selection came into force. Returns what to say of that, and the share of the units to try next."""
+        """After as many steps as were planned for the head: if the loss is above where the head left it, put everything back as
+        it was when the selection came into force. Returns why, and the share of the units to try next."""
         if self.over or self._undo is None or self._after is None or len(self._after) < len(self._losses):
             return None
         half = len(self._losses) // 2
@@ -82,11 +82,11 @@ class Beginning:
             self.end()
             return None
         self._undo.rollback_(optimizer)
-        share, what = (0.0, "the head alone trains") if self.tries else (SMALLER, "a quarter of it is tried")
+        share = 0.0 if self.tries else SMALLER
         self.tries, self._after = self.tries + 1, []
         if not share:
             self.end()
-        return f"the selection was taken back: the loss is {after:.4g}, the head left it at {before:.4g}; {what}", share
+        return f"the loss is {after:.4g}, the head left it at {before:.4g}", share
 
     def end(self) -> None:
         """No further selection is judged."""
@@ -99,7 +99,7 @@ class Beginning:
         return {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after, "undo": undo}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.tries, self.over = state["tries"], state["over"]
+        self.tries, self.over, self._seen = state["tries"], state["over"], (0, False)
         self._losses = list(state["losses"])
         self._after = None if state["after"] is None else list(state["after"])
         self._undo = None

@@ -217,8 +217,10 @@ class Controller:
         return beginning.length(self.policy.head_first, now.total_steps) if always.any() and not always.all() else 0
 
     def head_is_ready(self, now: Progress) -> int:
-        """The steps that the head was to have alone, where it has had them and nothing else is chosen yet; else 0."""
-        return steps if self.is_warming(now) and now.step >= (steps := self.warm_up(now)) else 0
+        """The steps that were planned for the head alone, where it has had them, and the run is long enough to judge layers."""
+        steps = self.warm_up(now) if self.is_warming(now) else 0
+        is_late = now.total_steps is not None and steps < now.step >= now.total_steps - steps
+        return steps if now.step >= steps and not is_late else 0
 
     def is_warming(self, now: Progress) -> bool:
         """Whether what is always chosen trains alone."""
@@ -273,7 +275,7 @@ class Controller:
 
         `change_seconds` is what another selection costs beside its steps. A share of the time is one of a full step on the
         device as it is now, so a few steps take turns with full steps before it is corrected by much, where what steps miss is
-        more than that costs: `measure_full` takes one and returns its seconds.
+        more than that costs: `measure_full` takes one and returns its seconds. Limited memory has no room for that.
         """
         if self.selection is None or self.pending is not None:
             return None, None
@@ -288,8 +290,7 @@ class Controller:
             return None, None
         if self.feedback.turns is None:
             left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
-            in_turn = self._is_share(now) and self.policy.budget.memory is None  # else there is no room for a full step
-            in_turn = in_turn and self.feedback.needs_turns(asked)
+            in_turn = self.policy.budget.memory is None and self._is_share(now) and self.feedback.needs_turns(asked)
             cost = change_seconds + (Turns.STEPS * self.prices(mode).full.seconds if in_turn else 0.0)
             if not self.feedback.may_correct(asked, cost, left):
                 return None, None

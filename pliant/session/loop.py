@@ -77,7 +77,7 @@ class Loop:
         self._elements = 0  # of the batch whose step is measured
         self._probes = Probes(model, loss, engine, controller, update, self.ranks, probe)
         self._full_steps = FullSteps(model, loss, self.params, engine, norms, update, self.laps, self.ranks)
-        self.change_seconds = 0.0  # what the last change of the selection took
+        self.change_seconds = 0.0  # what the last change of the selection took, without the probe
         self._shared_time: tuple[float, float] | None = None  # as it was at the first process when this step began
         self.energy: EnergyUse | None = None  # where joules are limited
 
@@ -116,8 +116,8 @@ class Loop:
         """Whether what is not chosen is frozen: not where the loss differentiates with respect to parameters."""
         return self.controller.profile is None or self.controller.profile.origin.get("differentiates") != "parameters"
 
-    def note(self, text: str | None) -> None:
-        if text is not None:
+    def note(self, *texts: str | None) -> None:
+        for text in filter(None, texts):
             self.log.write("note", step=self.steps, text=text)
 
     # ------------------------------------------------------------ a step
@@ -139,14 +139,7 @@ class Loop:
         if result is not None:
             self.record(result)
         self.follow_engine(before)
-        if self.steps == self.total_steps:
-            self.finish()
         return value
-
-    def finish(self) -> None:
-        """After the last step: the model is evaluated as it was trained."""
-        with self.time.not_training("profiling"):
-            self.note(self.norms.finish_(self.model, partial(self.loss, self.model)))
 
     def prepare(self, batch: Any, around: Around = nullcontext, ready: Ready | None = None) -> None:
         """Measure, correct, choose and apply, as far as due. Forward passes are measured as `Controller.measure` says."""
@@ -165,8 +158,7 @@ class Loop:
                 notes = self.norms.look(partial(self.loss, self.model), batch, self.controller.profile)
             if not self.controller.units:
                 self._measure(batch, around, ready)
-            for note in notes:
-                self.note(note)
+            self.note(*notes)
             if head_steps := self.controller.head_is_ready(self.progress):
                 self.controller.head_goes_on = self.ranks.first(lambda: self.beginning.goes_on(head_steps))
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
@@ -199,8 +191,7 @@ class Loop:
     def record(self, result: StepResult) -> None:
         """A step is over: count it and write it down."""
         self.engine.release()
-        for news in self.engine.news():
-            self.note(news)
+        self.note(*self.engine.news())
         if result.loss is not None and self.engine.skipped:
             self.note("step skipped: its gradients are not finite")
         self.steps += 1
@@ -213,6 +204,9 @@ class Loop:
         if self.policy.when.watches and self.steps % Drift.every == 0:
             holders: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
             self.controller.drift.see(self.ranks.total(signals.watch(holders, self.selection.units)))
+        if self.steps == self.total_steps:  # so that the model is evaluated as it was trained
+            with self.time.not_training("profiling"):
+                self.note(self.norms.finish_(self.model, partial(self.loss, self.model)))
 
     # ------------------------------------------------------------ measuring
 
@@ -233,8 +227,7 @@ class Loop:
             self.engine.origin = self.profile.origin
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
-        for note in notes:
-            self.note(note)
+        self.note(*notes)
 
     def leave_out_unheld(self) -> str | None:
         """What the optimizer does not hold would be paid for and never move: it is not chosen. Returns what to say of it."""
@@ -318,11 +311,12 @@ class Loop:
             self._use(selection, start)
         taken_back = self.beginning.judge_(self.engine.optimizer)
         if taken_back is not None:
-            self.note(taken_back[0])
             self.engine.forget()
             smaller = self.controller.shrink(self.progress, self.engine.mode, taken_back[1])
             if smaller.params.issubset(self.profile.head):  # nothing is left to judge
                 self.beginning.end()
+            what = "the head alone trains" if self.beginning.over else "a quarter of it is tried"
+            self.note(f"the selection was taken back: {taken_back[0]}; {what}")
             self._use(smaller, start)
         try:
             selection = self.controller.next(self.progress, self.engine.mode, partial(self._probe, batch))
@@ -347,6 +341,7 @@ class Loop:
 
     def _use(self, selection: Selection, start: Any) -> None:
         """Apply a selection: everything that can fail comes before the first change."""
+        applied = self.laps.watch.mark()
         selection = self.ranks.first(lambda: selection)
         self.ranks.check_selection(everything=len(selection.params) == len(self.params))
         check_in_groups(self.params, self.engine.optimizer, selection.params)
@@ -364,9 +359,10 @@ class Loop:
             selection = replace(selection, cost=self.profile.cost(selection.units))
         self.controller.take(selection, replace(self.progress, round=selection.round))
         self.laps.new_round()
-        self.change_seconds = self.ranks.slowest([self.laps.seconds((start, self.laps.watch.mark()))])[0]
+        end = self.laps.watch.mark()
+        choosing, self.change_seconds = self.ranks.slowest([self.laps.seconds((mark, end)) for mark in (start, applied)])
         self.ranks.is_checked = False
-        self.log.round(selection, self.profile, str(self.engine.mode), self.change_seconds, measured, self.resident.now())
+        self.log.round(selection, self.profile, str(self.engine.mode), choosing, measured, self.resident.now())
 
     def _of(self, selection: Selection) -> dict[str, nn.Parameter]:
         return {name: self.params[name] for name in selection.params}
@@ -388,7 +384,6 @@ class Loop:
     def close(self) -> None:
         """Restore trainable flags and modes as they were found."""
         try:
-            self.finish()
             spent = {"all": self.time.elapsed, **self.time.spent}
             self.log.write("end", step=self.steps, round=self.round, **self.resident.now(), spent=spent)
         finally:

@@ -56,17 +56,15 @@ class Norms:
         return [note for note in notes if note is not None]
 
     def keep(self, batch: Any, now: Progress, budget: Budget) -> None:
-        """This may be one of the last batches. Where memory is limited none is kept."""
-        is_near = now.total_steps is None or now.step >= now.total_steps - LOOKS
-        if is_near and self._ranks.is_alone and self.has_any and budget.memory is None:
+        """Keep the last batches of a run whose length is known. Where memory is limited none is kept."""
+        if now.total_steps is None or now.step < now.total_steps - LOOKS or budget.memory is not None:
+            self._last.clear()
+        elif self._ranks.is_alone:
             self._last.append(batch)
 
-    def drop(self) -> None:
-        """No batch is the last one of its run: an error ended it."""
-        self._last.clear()
-
     def finish_(self, model: nn.Module, loss: Callable[[Any], Any]) -> str | None:
-        """After the last step: re-estimate what trained over the last batches, if they say so. Returns what the log should say.
+        """After the last step: re-estimate what trained over the last batches, if the first of them says so. Returns what the
+        log should say.
 
         In training a norm uses the statistics of each batch, and its running statistics follow slowly. Weights that still move
         fast leave them behind: then the network of the evaluation is not the one that was trained (arXiv 2105.07576).
@@ -74,7 +72,7 @@ class Norms:
         batches, statistics = [*self._last], NormStatistics(model, self._modes.trained())
         self._last.clear()
         notes = []
-        for batch in batches if len(batches) == LOOKS else ():
+        for batch in batches if statistics.norms and len(batches) == LOOKS else ():
             other = mismatched(batch)
             notes.append(statistics.see_(partial(loss, batch), None if other is None else partial(loss, other)))
             if not statistics.replaced:
@@ -102,11 +100,12 @@ class Norms:
     def restart_(self) -> None:
         """The model is as it was before the run: its first batches are to come."""
         self._statistics.restart_()
-        self.drop()
+        self._last.clear()
 
     def state(self) -> dict[str, Any]:
         return {"frozen": self._modes.state(), "statistics": self._statistics.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        self._last.clear()
         self._modes.load(state["frozen"])
         self._statistics.load(state["statistics"])

@@ -89,7 +89,8 @@ class Session:
         - `engine`: how steps run, such as "plain" or "lean". "auto" follows one fixed rule.
         - `norm`: which batch norms use batch statistics: those of chosen layers ("chosen"), none ("frozen"), or as the
           modules' modes say ("as-is"). "auto" is the rule of the recipe. If it has none, it is "chosen", or "frozen" if batches
-          are small and like the pretraining data. It also replaces running statistics that do not fit the first batches.
+          are small and like the pretraining data. It also replaces running statistics that do not fit the first batches, and
+          after the last of `total_steps` those that lag behind the weights.
         - `clip`, `scaler`, `accumulate`: gradient clipping by norm, a GradScaler, and batches per optimizer step.
         - `on_nan`: a step with gradients that are not finite is skipped ("skip"), an error ("raise") or taken ("ignore"). By
           default it is skipped on the CPU. Elsewhere it is taken, since to check would make every step wait for the device.
@@ -295,8 +296,8 @@ class Session:
     def estimate_norms(self, batches: Iterable[Any]) -> None:
         """Replace the running statistics of batch norms by the mean over these batches. Only forward passes are run.
 
-        With `norm="auto"` a session does this by itself if its first batches do not fit the statistics. `rollback` brings the
-        old ones back.
+        With `norm="auto"` a session does this by itself if its first batches do not fit the statistics, or if they lag behind
+        the weights after the last of `total_steps`. `rollback` brings the old ones back.
         """
         self._check_open()
         self._loop.note(self._loop.norms.estimate(partial(self.loss, self.model, batch) for batch in batches))
@@ -395,6 +396,4 @@ class Session:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is not None:
-            self._loop.norms.drop()
         self.close()
