@@ -102,6 +102,7 @@ def test_a_selection_that_makes_the_loss_rise_is_taken_back(tmp_path: Path) -> N
         ([0.4] * 5 + [1.1] * 5, True),
         ([math.nan] * 10, True),
         ([math.inf] * 10, True),
+        ([0.4] * 9 + [math.nan], False),  # one bad batch says nothing
     ],
 )
 def test_the_loss_must_come_back_to_where_the_head_left_it(after: list[float], taken_back: bool) -> None:
@@ -153,6 +154,82 @@ def test_a_head_that_learns_fast_has_more_steps(total: int, chosen: list[int], t
                 steps.param_groups[0]["lr"] = 1e-6
             session.step(batch)
     assert [line["step"] for line in lines(log, "round")] == chosen
+
+
+@pytest.mark.parametrize("change", ["budget", "frozen", "optimizer"])
+def test_another_round_while_the_selection_is_judged_is_judged_with_it(change: str) -> None:
+    model = make()
+    with Session(model, optimizer(model, body=300.0), loss, policy(), total_steps=60) as session:
+        for number, batch in enumerate(batches(8) * 4):
+            if number == 10:
+                before = {name: p.clone() for name, p in model.named_parameters() if not name.startswith("4.")}
+            if number == 15 and change == "budget":
+                session.budget = Budget(macs=0.99)
+            if number == 15 and change == "frozen":
+                model[0].bias.requires_grad_(False)
+            if number == 15 and change == "optimizer":
+                session.optimizer = optimizer(model, body=300.0)
+            session.step(batch)
+        assert names(session) == ["4"]
+    assert all(torch.equal(before[name], dict(model.named_parameters())[name]) for name in before)
+
+
+def test_a_head_that_was_frozen_meanwhile_does_not_go_on_alone() -> None:
+    model = make()
+    with Session(model, optimizer(model, body=300.0), loss, policy(), total_steps=60) as session:
+        for number, batch in enumerate(batches(8) * 5):
+            if number == 12:
+                model[4].requires_grad_(False)
+            session.step(batch)
+        assert "4" not in names(session) and len(names(session)) == 2
+
+
+def test_the_scale_of_the_gradients_is_put_back_too() -> None:
+    model = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    steps, begins = optimizer(model), Beginning(scaler)
+    scaler.scale(torch.zeros(1))  # now it has a scale
+    for _ in range(10):
+        begins.see(torch.tensor(1.0))
+    begins.chose(model, steps, dict(model.named_parameters()), length=10, may=True)
+    scaler.update(2.0)
+    for _ in range(10):
+        begins.see(torch.tensor(3.0))
+    assert scaler.get_scale() == 2.0
+    assert begins.judge_(steps) is not None and scaler.get_scale() == 64.0
+
+
+def test_layers_that_join_a_selection_are_put_back_too() -> None:
+    model = make()
+    params, steps, begins = dict(model.named_parameters()), optimizer(model), Beginning()
+    before = {name: param.clone() for name, param in params.items()}
+    for _ in range(10):
+        begins.see(torch.tensor([1.0]))  # a loss with one element is one
+    begins.chose(model, steps, {n: p for n, p in params.items() if not n.startswith("0.")}, length=10, may=True)
+    begins.keep(params)
+    for _ in range(10):
+        torch._foreach_add_([param.data for param in params.values()], 1.0)
+        begins.see(torch.tensor([3.0]))
+    assert begins.judge_(steps) is not None
+    assert all(torch.equal(before[name], param) for name, param in params.items())
+
+
+def test_statistics_that_were_estimated_while_a_selection_is_judged_stay() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    for inputs, _ in batches(60):  # so that it has statistics
+        model(inputs)
+    groups = [{"params": list(model[:2].parameters()), "lr": 300.0}, {"params": list(model[3].parameters())}]
+    steps = torch.optim.SGD(groups, lr=0.1)
+    with Session(model, steps, loss, policy(), norm="frozen", total_steps=60) as session:
+        for number, batch in enumerate(batches(40)):
+            if number == 15:
+                session.estimate_norms(batches(3))
+                estimated = norm.running_mean.clone()
+            session.step(batch)
+        assert names(session) == ["3"] and torch.equal(norm.running_mean, estimated)
 
 
 def test_after_a_quarter_of_it_the_head_alone_trains() -> None:

@@ -11,7 +11,9 @@ chosen, and tries a smaller one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -36,7 +38,9 @@ def length(share: float, total: int | None) -> int:
 class Beginning:
     """Losses of a run's first steps, and a copy of what the first selection may spoil."""
 
-    def __init__(self) -> None:
+    def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        self._scaler = scaler
+        self._scale: dict[str, Any] | None = None  # the state of the scaler when the selection came into force
         self.tries = 0  # selections that were taken back
         self.over = False
         self._losses: list[torch.Tensor | float] = []  # of the head alone
@@ -69,7 +73,18 @@ class Beginning:
         if not may or len(self._losses) < _FEW:
             return self.end()
         self._after, self._undo = [], Undo(model, optimizer)
+        self._scale = self._scaler.state_dict() if self._scaler is not None else None
         self._undo.keep(params)
+
+    def keep(self, params: Mapping[str, nn.Parameter]) -> None:
+        """These train from now on, as the selection changed: they may have to be put back too."""
+        if self._undo is not None:
+            self._undo.keep(params)
+
+    def keep_buffers(self) -> None:
+        """Buffers were changed from outside: as they are now they are put back."""
+        if self._undo is not None:
+            self._undo.keep_buffers()
 
     def judge_(self, optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
         """After as many steps as were planned for the head: if the loss is above where the head left it, put everything back as
@@ -78,10 +93,12 @@ class Beginning:
             return None
         half = len(self._losses) // 2
         before, after = (_mean(_read(losses[-half:])) for losses in (self._losses, self._after))
-        if after <= before:
+        if after <= before or not math.isfinite(before):
             self.end()
             return None
         self._undo.rollback_(optimizer)
+        if self._scaler is not None and self._scale is not None:
+            self._scaler.load_state_dict(self._scale)
         share = 0.0 if self.tries else SMALLER
         self.tries, self._after = self.tries + 1, []
         if not share:
@@ -90,17 +107,18 @@ class Beginning:
 
     def end(self) -> None:
         """No further selection is judged."""
-        self.over, self._losses, self._after, self._undo = True, [], None, None
+        self.over, self._losses, self._after, self._undo, self._scale = True, [], None, None, None
 
     def state(self) -> dict[str, Any]:
         """In plain types."""
         after = None if self._after is None else _read(self._after)
         undo = None if self._undo is None else self._undo.state()
-        return {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after, "undo": undo}
+        begun = {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after}
+        return {**begun, "undo": undo, "scale": self._scale}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.tries, self.over, self._seen = state["tries"], state["over"], (0, False)
-        self._losses = list(state["losses"])
+        self._losses, self._scale = list(state["losses"]), state["scale"]
         self._after = None if state["after"] is None else list(state["after"])
         self._undo = None
         if state["undo"] is not None:
@@ -111,9 +129,11 @@ class Beginning:
 def _read(losses: list[torch.Tensor | float]) -> list[Any]:
     """As numbers; reading them off a GPU waits for it once."""
     there = [loss for loss in losses if isinstance(loss, torch.Tensor)]
-    values = iter(torch.stack([loss.float() for loss in there]).tolist() if there else [])
+    values = iter(torch.stack([loss.float().reshape(()) for loss in there]).tolist() if there else [])
     return [next(values) if isinstance(loss, torch.Tensor) else loss for loss in losses]
 
 
 def _mean(losses: list[Any]) -> float:
-    return float(sum(losses)) / len(losses)
+    """Of those that are finite, if most are: a single bad batch says nothing."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return fmean(finite) if 2 * len(finite) > len(losses) else math.nan

@@ -18,7 +18,11 @@ class Undo:
         self._optimizer = optimizer
         self._params: dict[str, torch.Tensor] = {}
         self._state: dict[str, Any] = {}
-        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        self.keep_buffers()
+
+    def keep_buffers(self) -> None:
+        """Copy all buffers."""
+        self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
 
     def keep(self, params: Mapping[str, nn.Parameter]) -> None:
         """Copy parameters that are about to train for the first time, with what the optimizer knows of them."""

@@ -68,7 +68,7 @@ class Loop:
         self.total_steps: int | None = None
         self.steps = 0
         self.flags = UserFlags(model, self.params)
-        self.beginning = Beginning()
+        self.beginning = Beginning(update.scaler)
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
@@ -187,6 +187,8 @@ class Loop:
             self.note(text)
             if self.controller.selection is not None and not self.selection.params.isdisjoint(self.flags.frozen):
                 self.controller.ask_again()
+                if self.flags.frozen.issuperset(self.profile.head):  # the head could not go on alone
+                    self.beginning.end()
 
     def record(self, result: StepResult) -> None:
         """A step is over: count it and write it down."""
@@ -309,8 +311,7 @@ class Loop:
         self.note(note)
         if selection is not None:
             self._use(selection, start)
-        taken_back = self.beginning.judge_(self.engine.optimizer)
-        if taken_back is not None:
+        if (taken_back := self.beginning.judge_(self.engine.optimizer)) is not None:
             self.engine.forget()
             smaller = self.controller.shrink(self.progress, self.engine.mode, taken_back[1])
             if smaller.params.issubset(self.profile.head):  # nothing is left to judge
@@ -326,7 +327,7 @@ class Loop:
             self.note(f"probe skipped: {error}")
             return
         if selection is not None:
-            if selection.round > 0 and not self.beginning.over:
+            if self.round == 0 < selection.round and not self.beginning.over:
                 has_room = self.undo is not None or self.budget.memory is None
                 may, length = has_room and self.ranks.is_alone, self.controller.warm_up(self.progress)
                 self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), length, may)
@@ -346,6 +347,7 @@ class Loop:
         self.ranks.check_selection(everything=len(selection.params) == len(self.params))
         check_in_groups(self.params, self.engine.optimizer, selection.params)
         self.engine.check(selection.parts, self.engine.optimizer)
+        self.beginning.keep(self._of(selection))
         if self.undo is not None:
             self.undo.keep(self._of(selection))
             if self._state_rule == "drop":

@@ -21,7 +21,7 @@ from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/13"
+FORMAT = "pliant.session/14"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
@@ -78,6 +78,7 @@ _STATE = {
         "losses": [NUMBER],
         "after": Either(None, [NUMBER]),
         "undo": _UNDO,
+        "scale": Either(None, {str: NUMBER}),
     },
     "not_captured": Either(None, str),
     "frozen": [str],
@@ -179,14 +180,16 @@ def check(loop: Loop, state: Mapping[str, Any]) -> None:
 def _check_tensors(loop: Loop, state: Mapping[str, Any], sliced: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
     """What a state holds of single parameters and buffers must fit them."""
     params, buffers = dict(loop.model.named_parameters()), dict(loop.model.named_buffers())
-    for kind, here in (("params", params), ("buffers", buffers)) if state["undo"] is not None else ():
-        _check_known("parameter or buffer", state["undo"][kind], here)
-        for name, tensor in state["undo"][kind].items():
-            if tensor.shape != here[name].shape:
-                raise ValueError(
-                    f"this state is of another model: {name!r} is {tuple(tensor.shape)}, not {tuple(here[name].shape)}."
-                )
-    _check_known("parameter", state["undo"]["state"] if state["undo"] is not None else (), params)
+    for copy in filter(None, (state["undo"], state["beginning"]["undo"])):
+        _check_known("parameter", copy["state"], params)
+        here: Mapping[str, torch.Tensor]
+        for kind, here in (("params", params), ("buffers", buffers)):
+            _check_known("parameter or buffer", copy[kind], here)
+            for name, tensor in copy[kind].items():
+                if tensor.shape != here[name].shape:
+                    raise ValueError(
+                        f"this state is of another model: {name!r} is {tuple(tensor.shape)}, not {tuple(here[name].shape)}."
+                    )
     for name, one in (state["slices"] or {}).items():
         if sliced.get(name) != (one["dim"], tuple(one["index"])):
             raise ValueError(f"this state is damaged: it has a slice of {name!r} that is not chosen. Load an earlier one.")

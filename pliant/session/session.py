@@ -301,6 +301,7 @@ class Session:
         """
         self._check_open()
         self._loop.note(self._loop.norms.estimate(partial(self.loss, self.model, batch) for batch in batches))
+        self._loop.beginning.keep_buffers()
 
     def fit(self, loader: Any, epochs: int, on_step: Callable[[Progress, torch.Tensor], None] | None = None) -> list[float]:
         """Train up to epoch `epochs`, counted from the session's first step. A resumed session goes on where it stopped.
