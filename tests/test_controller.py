@@ -189,6 +189,13 @@ def test_a_small_correction_takes_no_full_step_and_a_second_one_does(tmp_path: P
     assert any("the full step was measured again" in note for note in notes(tmp_path / "log"))
 
 
+def test_no_full_steps_are_taken_for_a_correction_that_would_change_nothing(tmp_path: Path) -> None:
+    policy = replace(recipes.head(), budget=Budget(time=0.5), cost=light)
+    with opened(Device(0.7), policy, log=tmp_path / "log") as session:
+        train(session, 100)
+    assert not any("the full step was measured again" in note for note in notes(tmp_path / "log"))
+
+
 def test_work_beside_the_run_is_no_reason_to_change() -> None:
     """It slows full steps too, and comes and goes from step to step."""
     device, noise = Device(), random.Random(0)

@@ -68,6 +68,14 @@ def test_steps_are_off_outside_of_the_band(step: float, is_off: bool) -> None:
     assert seen.is_off(ASKED) == is_off
 
 
+@pytest.mark.parametrize(("step", "is_off"), [(1.4, False), (1.2, True)])
+def test_steps_below_the_limit_are_off_only_if_more_was_predicted(step: float, is_off: bool) -> None:
+    """The solver left the rest of the limit unused, and would again."""
+    seen = feedback(predicted=1.5)
+    seen.see([step] * 10, ASKED, owes=False)
+    assert seen.is_off(ASKED) == is_off
+
+
 def test_a_selection_has_its_time_and_each_correction_doubles_it() -> None:
     seen = feedback()
     seen.see([3.0] * (DWELL - 1), ASKED)

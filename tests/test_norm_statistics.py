@@ -250,6 +250,23 @@ def test_after_the_last_step_statistics_are_those_of_the_weights(own_loop: bool,
     assert [note for note in notes(log) if note.startswith("after the last step, norm statistics are re-estimated")]
 
 
+def test_at_the_end_a_batch_that_fails_is_left_out_and_no_labels_are_needed(tmp_path: Path) -> None:
+    def to_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1 and not torch.is_grad_enabled():
+            raise RuntimeError("one sample is trained on, but not evaluated")
+        return F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long))
+
+    model, log = trained(), tmp_path / "run.jsonl"
+    with Session(model, sgd(model), to_first, recipes.only(*PART), log=log, total_steps=8) as session:
+        for x, _ in batches(3):
+            session.step(x)
+        shrink_(model)
+        for k, (x, _) in enumerate(batches(LOOKS)):
+            session.step(x[:1] if k == 2 else x)
+    (note,) = [note for note in notes(log) if note.startswith("after the last step")]
+    assert note.startswith(f"after the last step, norm statistics are re-estimated over {LOOKS - 1} batches: ")
+
+
 @pytest.mark.parametrize("why", ["another rule", "a memory limit", "no known length", "an early end", "plain training", "head"])
 def test_other_runs_end_with_the_statistics_of_their_last_step(why: str) -> None:
     model = trained()

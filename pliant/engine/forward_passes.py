@@ -56,6 +56,11 @@ class ForwardPasses:
         with torch.enable_grad(), self.forward():  # what needs a gradient shows where the cached part ends
             return self._prefix.run(lambda: function(self._model, batch), batch, ids, choice, calibrates=False).detach()
 
+    def loss_alone(self, batch: Any) -> Any:
+        """The loss of a forward pass that no step needs, on the kernels that steps use."""
+        with self.around():
+            return self._loss(self._model, batch)
+
     def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
         forward = partial(compute_loss, self._ranks.ddp or self._model, self._loss, batch)
         if not self.mode.prefix:

@@ -127,9 +127,7 @@ class Controller:
 
     def _asked_bytes(self, now: Progress, mode: Mode) -> float | None:
         """The memory limit of a step as it is now."""
-        if self.policy.budget.memory is None:
-            return None
-        return self._budget(mode).limits(self.prices(mode).full, now)["bytes"]
+        return None if self.policy.budget.memory is None else self._budget(mode).limits(self.prices(mode).full, now)["bytes"]
 
     def _bytes_within(self, now: Progress, mode: Mode) -> float | None:
         """The bytes to plan for."""
@@ -273,9 +271,9 @@ class Controller:
     ) -> tuple[Selection | None, str | None]:
         """Another selection for the same round, if steps miss the budget, and what the log should say of it.
 
-        `change_seconds` is what another selection costs beside its steps. A share of the time is one of a full step on the
-        device as it is now, so a few steps take turns with full steps before it is corrected by much, where what steps miss is
-        more than that costs: `measure_full` takes one and returns its seconds. Limited memory has no room for that.
+        `change_seconds` is what another selection costs beside its steps. A share of the time is one of a full step as it is
+        now, so before a correction by much, a few steps take turns with full steps, if that pays: `measure_full` takes one and
+        returns its seconds. Limited memory has no room for that.
         """
         if self.selection is None or self.pending is not None:
             return None, None
@@ -284,26 +282,26 @@ class Controller:
         if self.is_warming(now):
             return None, None
         if self._budget_moved(now, mode):
-            return self._if_new(self._plan(replace(now, round=self.selection.round), mode)), None
+            return self._planned_again(now, mode), None
         asked = self.asked_seconds(now) if self.correct and not mode.cached else None  # another boundary empties the cache
         if asked is None:
             return None, None
+        note, selection = None, None
         if self.feedback.turns is None:
             left = max(now.total_steps - now.step, 1) if now.total_steps is not None else _STEPS_LEFT
             in_turn = self.policy.budget.memory is None and self._is_share(now) and self.feedback.needs_turns(asked)
             cost = change_seconds + (Turns.STEPS * self.prices(mode).full.seconds if in_turn else 0.0)
             if not self.feedback.may_correct(asked, cost, left):
                 return None, None
-            self.feedback.correcting(in_turn)
-        note = None
+            selection = self._planned_again(now, mode, self.selection.units)
+            self.feedback.correcting(in_turn and selection is not None)
         if self.feedback.turns is not None:
             if self.feedback.turns.goes_on(measure_full()):
                 return None, None
-            note = self._compare(now)
-            asked = self.asked_seconds(now) or asked
-        if not self.feedback.is_off(asked):
-            return None, note
-        selection = self._if_new(self._plan(replace(now, round=self.selection.round), mode, self.selection.units))
+            note, asked = self._compare(now), self.asked_seconds(now) or asked
+            if not self.feedback.is_off(asked):
+                return None, note
+            selection = self._planned_again(now, mode, self.selection.units)
         why = self._out_of_reach(asked) if selection is None else None
         return selection, note if why is None else f"asked {self.feedback.rounds[-1]}: {why}"
 
@@ -319,36 +317,37 @@ class Controller:
         times = f"{turns.full_seconds * 1e3:.4g} ms, before {before.seconds * 1e3:.4g} ms"
         return f"the full step was measured again: {times}; steps in turn with it take {turns.share:.3f} of it"
 
-    def _if_new(self, selection: Selection) -> Selection | None:
-        """None where this is what trains already; then only its limits change."""
-        if self.selection is None or selection.units != self.selection.units:
+    def _planned_again(self, now: Progress, mode: Mode, near: Sequence[Unit] = ()) -> Selection | None:
+        """Another selection for this round. None where it is the one in force: then only its limits change."""
+        if self.selection is None:
+            return None
+        selection = self._plan(replace(now, round=self.selection.round), mode, near)
+        if selection.units != self.selection.units:
             return selection
         self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
         return None
 
     def _out_of_reach(self, asked: float) -> str | None:
         """Why steps cannot come nearer to what was asked."""
-        if self.selection is None or self.feedback.recent is None:
+        if self.selection is None:
             return None
-        if self.feedback.recent > asked:
+        if (self.feedback.recent or 0.0) > asked:
             return "the cheapest step there is takes more"
         if len(self.selection.units) >= sum(value > 0 for value in self.selection.values.values()):
             return "everything that is worth training is chosen"
         return "memory leaves no room for more" if "bytes" in self.selection.limit else None
 
-    def _smaller(self, now: Progress, mode: Mode) -> Selection:
+    def _smaller(self, now: Progress, mode: Mode) -> Selection | None:
         """A selection that is predicted to take less memory than the one in force, by as much as that took too much."""
-        if self.selection is None:
-            raise RuntimeError("nothing is chosen yet.")
-        selection = self._plan(replace(now, round=self.selection.round), mode)
-        if selection.units == self.selection.units:
-            asked, ran = self._asked_bytes(now, mode) or 0.0, self.feedback.rounds[-1]
-            floor = math.ceil((ran.measured_bytes or 0) / 1e3)
-            raise BudgetError(
-                f"memory={asked / 1e3:.10g} KB is below the floor of {floor} KB: so much was measured in a step that trains "
-                f"the least there is ({', '.join(unit.name for unit in selection.units)}). Use memory>='{floor}KB'."
-            )
-        return selection
+        selection = self._planned_again(now, mode)
+        if selection is not None or self.selection is None:
+            return selection
+        asked, ran = self._asked_bytes(now, mode) or 0.0, self.feedback.rounds[-1]
+        floor = math.ceil((ran.measured_bytes or 0) / 1e3)
+        raise BudgetError(
+            f"memory={asked / 1e3:.10g} KB is below the floor of {floor} KB: so much was measured in a step that trains "
+            f"the least there is ({', '.join(unit.name for unit in self.selection.units)}). Use memory>='{floor}KB'."
+        )
 
     def is_over_memory(self, now: Progress, mode: Mode) -> bool:
         """Whether a step of the selection in force took more bytes than it may."""

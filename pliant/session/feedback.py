@@ -146,11 +146,14 @@ class Feedback:
         return max(asked - self.overspent / PAY_BACK, LEAST * asked)
 
     def is_off(self, asked: float) -> bool:
-        """Whether steps take more than they should, or so much less that more could be chosen."""
+        """Whether steps take more than they should, or so much less than was predicted that more could be chosen.
+
+        Where they take what was predicted, the solver has left the rest of the limit unused.
+        """
         if self.recent is None:
             return False
         aim = self.aim(asked)
-        return not (1 - UNDER) * aim <= self.recent <= (1 + OVER) * aim
+        return not (1 - UNDER) * min(aim, self.rounds[-1].predicted) <= self.recent <= (1 + OVER) * aim
 
     def needs_turns(self, asked: float) -> bool:
         """Whether a correction compares steps with full steps first: one by much, and any but the first of a round."""

@@ -155,7 +155,7 @@ class Loop:
         self._heed_flags()
         try:
             with self.time.not_training("profiling"):
-                notes = self.norms.look(partial(self.loss, self.model), batch, self.controller.profile)
+                notes = self.norms.look(self.engine.loss_alone, batch, self.controller.profile)
             if not self.controller.units:
                 self._measure(batch, around, ready)
             self.note(*notes)
@@ -204,11 +204,11 @@ class Loop:
             self.controller.feedback.see_bytes(taken, self._elements)
             self.log.memory(self.steps, self.controller.feedback.rounds[-1], taken, self.resident.growth)
         if self.policy.when.watches and self.steps % Drift.every == 0:
-            holders: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
-            self.controller.drift.see(self.ranks.total(signals.watch(holders, self.selection.units)))
+            held: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
+            self.controller.drift.see(self.ranks.total(signals.watch(held, self.selection.units)))
         if self.steps == self.total_steps:  # so that the model is evaluated as it was trained
             with self.time.not_training("profiling"):
-                self.note(self.norms.finish_(self.model, partial(self.loss, self.model)))
+                self.note(self.norms.finish_(self.model, self.engine.loss_alone))
 
     # ------------------------------------------------------------ measuring
 

@@ -71,13 +71,9 @@ class Norms:
         """
         batches, statistics = [*self._last], NormStatistics(model, self._modes.trained())
         self._last.clear()
-        notes = []
-        for batch in batches if statistics.norms and len(batches) == LOOKS else ():
-            other = mismatched(batch)
-            notes.append(statistics.see_(partial(loss, batch), None if other is None else partial(loss, other)))
-            if not statistics.replaced:
-                break
-        return f"after the last step, {notes[0]}" if notes and notes[0] is not None else None
+        if not statistics.norms or len(batches) < LOOKS:
+            return None
+        return statistics.catch_up_([partial(loss, batch) for batch in batches])
 
     def estimate(self, runs: Iterable[Run]) -> str:
         """Re-estimate running statistics on given batches. Returns what the log should say."""
