@@ -94,7 +94,8 @@ SECTIONS = (
     Section(
         "Memory of a whole process",
         """How far the peak resident memory rises, from after inference until the session is closed. Each row is a process
-of its own; "–" is plain full training. *Predicted* and *measured* are bytes of tensors. *Hard limit*: whether the run
+of its own; "–" is plain full training. *Predicted* and *measured* are bytes of tensors. *Code*: bytes of libraries that the
+process gives back when the session is opened; they make room for what follows. *Hard limit*: whether the run
 survives with `RLIMIT_DATA` at what inference took at its peak, plus what was asked, plus 32 MB.""",
         "python benchmarks/memory.py --resident",
         ("resident_cpu",),

@@ -9,6 +9,7 @@ the rise of the peak (`VmHWM`) counts, until the session is closed: reading the 
 | asked | `memory=`; "–" is plain full training |
 | predicted | bytes of a step of the last selection beyond inference |
 | measured | the same, of tensors and copies inside of convolutions, as the session measures it |
+| code | bytes of libraries, as in their files, that the process gives back when the session is opened |
 | first step, all steps | the rise of the peak after the first step, and until the session is closed |
 | hard limit | whether the run survives with `RLIMIT_DATA` at `VmData` at the peak of inference plus what was asked plus 32 MB |
 
@@ -91,7 +92,9 @@ def run(cell: dict[str, Any]) -> dict[str, Any]:
             note(k + 1)
         return out
     recipe = recipes.pliant(memory=asked, time=cell.get("time"))
+    code = status("RssFile")
     with Session(model, optimizer, nets.loss, recipe, total_steps=cell["steps"]) as session:
+        out["code"] = max(code - status("RssFile"), 0)
         for k in range(cell["steps"]):
             session.step(batch)
             note(k + 1)
@@ -131,12 +134,13 @@ def measured(cell: dict[str, Any]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| network | batch | asked | chosen | predicted | measured | first step | all steps | hard limit |",
-        "|" + "---|" * 9,
+        "| network | batch | asked | chosen | predicted | measured | code | first step | all steps | hard limit |",
+        "|" + "---|" * 10,
     ]
     for r in rows:
         asked = (r["asked"] or "–") + (f", time {r['time']}" if r.get("time") else "")
-        live = [f"{r[key] / MB:.1f} MB" if r.get(key) is not None else "–" for key in ("predicted", "measured", "first", "all")]
+        sizes = (r.get(key) for key in ("predicted", "measured", "code", "first", "all"))
+        live = ["–" if size is None else f"{size / MB:.1f} MB" for size in sizes]
         chosen = f"{r['units']} of {r['of_units']} layers" if "units" in r else "everything"
         hard = "survives" if r["died"] is None else "dies"
         lines.append(f"| {r['network']} | {r['batch']} | {asked} | {chosen} | {' | '.join(live)} | {hard} |")

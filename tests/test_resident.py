@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,9 @@ from torch.nn import functional as F
 from pliant import Budget, BudgetError, Session, measure, recipes
 from pliant.cost import limited
 from pliant.cost.node_timing import NodeTiming
-from pliant.runtime import batches, heap, memory
+from pliant.runtime import batches, code_pages, heap, memory
 from pliant.runtime.memory import LiveBytes, kernel_copies, resident_peak
+from pliant.session import resident
 
 CONVOLUTION = torch.ops.aten.convolution.default
 BACKWARD = torch.ops.aten.convolution_backward.default
@@ -46,6 +48,73 @@ def few(size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 def session(**how: Any) -> Session:
     model = net()
     return Session(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, recipes.pliant(**how))
+
+
+# ---------------------------------------------------------------- code
+
+
+SMAPS = """\
+00001000-00003000 r-xp 00000000 08:01 11 /lib/code.so
+Rss:                   8 kB
+Anonymous:             0 kB
+VmFlags: rd ex mr mw me
+00003000-00004000 r--p 00002000 08:01 11 /lib/code.so
+Rss:                   4 kB
+Anonymous:             0 kB
+00004000-00005000 r--p 00003000 08:01 11 /lib/code.so
+Rss:                   4 kB
+Anonymous:             4 kB
+00005000-00006000 rw-p 00004000 08:01 11 /lib/code.so
+Rss:                   4 kB
+Anonymous:             0 kB
+00006000-00007000 r-xp 00000000 08:01 12 /lib/old code.so (deleted)
+Rss:                   4 kB
+00007000-00009000 r--p 00000000 08:01 13 /data/weights.safetensors
+Rss:                   8 kB
+Anonymous:             0 kB
+00009000-0000a000 r-xp 00000000 00:00 0 [vdso]
+Rss:                   4 kB
+Anonymous:             0 kB
+"""
+
+
+def test_only_what_libraries_have_as_in_their_files_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was written to, what may be written to, what the system does not tell of, data, and what is in no file."""
+    advised = []
+
+    def madvise(start: int, size: int, advice: int) -> int:
+        advised.append((start, size, advice))
+        return 0
+
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: SMAPS)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(madvise=madvise))
+    assert code_pages.forget_code() == 12 * 1024
+    assert advised == [(0x1000, 0x2000, 4), (0x3000, 0x1000, 4)]
+
+
+@pytest.mark.parametrize("text", ["", "no such thing\n", "Rss: 4 kB\n"])
+def test_elsewhere_nothing_is_forgotten(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    assert code_pages.forget_code() == 0
+
+
+def test_forgotten_code_runs_as_before() -> None:
+    model, batch = net(), few()
+    expected = loss(model, batch)
+    code_pages.forget_code()
+    assert torch.equal(loss(model, batch), expected)
+
+
+@pytest.mark.parametrize(("how", "times"), [({"memory": "64MB"}, 1), ({"macs": 0.9}, 0)])
+def test_a_session_forgets_code_when_its_memory_is_limited(
+    how: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(resident, "forget_code", lambda: calls.append(1))
+    with session(**how) as opened:
+        for _ in range(3):
+            opened.step(few())
+    assert len(calls) == times
 
 
 # ---------------------------------------------------------------- the heap

@@ -8,6 +8,7 @@ import torch
 
 from pliant.core.budget import Budget
 from pliant.runtime import heap
+from pliant.runtime.code_pages import forget_code
 from pliant.runtime.memory import resident, resident_peak
 
 
@@ -20,9 +21,11 @@ class Resident:
         self.follow(budget)
 
     def follow(self, budget: Budget) -> None:
-        """While memory is limited, what is freed goes back to the operating system; also where nobody closes the session."""
+        """While memory is limited, what is freed goes back to the operating system, also where nobody closes the session. So
+        does the code of libraries, once: imports have read far more of it than training needs."""
         if self._release is None and budget.memory is not None and self._is_cpu:
             heap.hold()
+            forget_code()
             self._release = finalize(self, heap.release)
         elif self._release is not None and budget.memory is None:
             self.close()
