@@ -204,3 +204,17 @@ def test_a_lap_that_is_dropped_does_not_count_and_saved_ones_go_on() -> None:
     later.load(laps.peek())
     ran(later, hand, 2.0)
     assert later.read() == [1.0, 2.0]
+
+
+def test_a_pause_is_no_part_of_a_lap() -> None:
+    laps, clock = Laps(Watch(CPU)), Clock()
+    laps.watch._now = clock
+    with laps.paused():
+        clock.move(9.0)  # before the lap
+    laps.begin()
+    clock.move(1.0)
+    with laps.paused():
+        clock.move(5.0)
+    clock.move(2.0)
+    seconds = laps.end()
+    assert seconds() == pytest.approx(3.0) and laps.read() == [pytest.approx(3.0)]

@@ -139,14 +139,19 @@ class RunTime:
         self._first, self.spent = state["first"], dict(state["spent"])
 
 
+_Span = tuple[Any, Any]  # two marks
+_Lap = list[_Span]  # a span, and the pauses in it
+
+
 class Laps:
     """How long steps take. Moments are marked at once and read later, since reading waits for the device."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         self._begun: Any = None
-        self._last: deque[tuple[Any, Any]] = deque(maxlen=100)  # of this round
-        self._unread: list[tuple[Any, Any] | float] = []
+        self._pauses: list[_Span] = []  # of the lap that runs
+        self._last: deque[_Lap] = deque(maxlen=100)  # of this round
+        self._unread: list[_Lap | float] = []
 
     @property
     def is_running(self) -> bool:
@@ -154,7 +159,14 @@ class Laps:
         return self._begun is not None
 
     def begin(self) -> None:
-        self._begun = self.watch.mark()
+        self._begun, self._pauses = self.watch.mark(), []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is no part of the lap."""
+        start = self.watch.mark()
+        yield
+        self._pauses.append((start, self.watch.mark()))
 
     def drop(self) -> None:
         """The lap that runs does not count."""
@@ -162,21 +174,24 @@ class Laps:
 
     def end(self, counts: bool = True) -> Callable[[], float]:
         """The lap is over, and counts or not; the result reads its seconds."""
-        span = self._begun, self.watch.mark()
+        lap = [(self._begun, self.watch.mark()), *self._pauses]
         self._begun = None
         if counts:
-            self._last.append(span)
-            self._unread.append(span)
-        return partial(self.seconds, span)
+            self._last.append(lap)
+            self._unread.append(lap)
+        return partial(self._seconds, lap)
 
-    def seconds(self, span: tuple[Any, Any]) -> float:
+    def _seconds(self, lap: _Lap) -> float:
+        return self.seconds(lap[0]) - sum(map(self.seconds, lap[1:]))
+
+    def seconds(self, span: _Span) -> float:
         """Between two marks, as soon as the device has reached them."""
         self.watch.settle()
         return self.watch.seconds(*span)
 
     def median(self) -> float | None:
         """Of this round's last hundred laps; None before the first."""
-        taken = sorted(self.seconds(span) for span in self._last)
+        taken = sorted(map(self._seconds, self._last))
         return taken[len(taken) // 2] if taken else None
 
     def new_round(self) -> None:
@@ -188,7 +203,7 @@ class Laps:
 
     def peek(self) -> list[float]:
         """The laps that nobody has read yet."""
-        return [lap if isinstance(lap, float) else self.seconds(lap) for lap in self._unread]
+        return [lap if isinstance(lap, float) else self._seconds(lap) for lap in self._unread]
 
     def read(self) -> list[float]:
         """The same, and now they are read."""
