@@ -16,6 +16,7 @@ from torch import nn
 
 from pliant import Budget, Session, measure, recipes
 from pliant.session.beginning import Beginning, length
+from pliant.session.second_head import SecondHead
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -125,6 +126,8 @@ def test_the_loss_must_come_back_to_where_the_head_left_it(after: list[float], t
         ([4.0] * 5 + [1.9] * 5 + [3.0] * 4, True),  # it is asked once in half of the steps
         ([4.0] * 5 + [1.9] * 5 + [1.0] * 5, False),
         ([4.0] * 5 + [2.1] * 5, False),
+        ([2.0] * 2 + [4.0] * 8, True),  # it has risen
+        ([2.0] * 2 + [2.9] * 8, False),
         ([-1.0] * 5 + [-2.0] * 5, False),  # of numbers below zero there is no half
         ([math.nan] * 10, False),
         ([4.0] * 5, False),  # a loop that does not tell its losses
@@ -232,6 +235,116 @@ def test_statistics_that_were_estimated_while_a_selection_is_judged_stay() -> No
         assert names(session) == ["3"] and torch.equal(norm.running_mean, estimated)
 
 
+class Beside:
+    """A second head that knows its losses."""
+
+    def __init__(self, losses: list[float]) -> None:
+        self.losses, self.took_over = losses, 0
+
+    def train(self, batch: Any, last: bool) -> torch.Tensor:
+        return torch.tensor(self.losses.pop(0))
+
+    def take_over_(self, optimizer: torch.optim.Optimizer) -> None:
+        self.took_over += 1
+
+
+@pytest.mark.parametrize(
+    ("beside", "after", "next_share"),
+    [
+        ([1.0] * 10, [0.9] * 10, None),
+        ([1.0] * 10, [9.0] * 5 + [1.0] * 5, None),  # it rises as features change, and comes back
+        ([0.5] * 10, [0.6] * 10, 0.25),  # the head alone is better, though the loss fell
+        ([1.0] * 10, [1.05] * 10, None),  # a little worse: features that have changed may still gain
+        ([1.0] * 10, [math.nan] * 10, 0.25),
+        ([2.0] * 10, [2.1] * 10, 0.25),  # the head had left it lower
+        ([2.9] * 10, [1.9] * 10, None),
+        ([3.1] * 10, [1.9] * 10, 0.0),  # a head whose loss has risen is no measure
+        ([math.nan] * 10, [1.0] * 10, 0.0),
+    ],
+)
+def test_a_selection_must_do_as_well_as_the_second_head(
+    beside: list[float], after: list[float], next_share: float | None
+) -> None:
+    model = make()
+    steps, second = optimizer(model), Beside([*beside])
+    begins = Beginning(second=lambda *_: second)  # type: ignore[arg-type,return-value]
+    for _ in range(10):
+        begins.see(torch.tensor(2.0))
+    begins.chose(model, steps, dict(model.named_parameters()), length=10, may=True, head=["4.weight"])
+    for value in after:
+        assert begins.judge_(steps) is None
+        begins.train_second_head(None, last=True)
+        begins.see(torch.tensor(value))
+    said = begins.judge_(steps)
+    assert (said[1] if said is not None else None) == next_share
+    assert second.took_over == (next_share == 0.25), "a head that does not learn is put back as it was"
+    assert begins.over == (not next_share)
+
+
+def blocks(norm: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    body = [nn.Linear(6, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3)]
+    model = nn.Sequential(*body).double()
+    for inputs, _ in batches(60):  # so that the norm has statistics
+        model(inputs)
+    return model
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("how", [{}, {"accumulate": 2}, {"clip": 0.1}, {"scaler": 64.0}], ids=str)
+def test_a_selection_that_is_taken_back_leaves_the_head_as_if_it_had_trained_alone(
+    how: dict[str, Any], kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """The same batches, the same random numbers, the same momentum, and rates that change."""
+    found = []
+    for recipe in (policy(), recipes.head()):
+        model, log = blocks(), tmp_path / f"{recipe.name}.jsonl"
+        groups = [{"params": [p for n, p in model.named_parameters() if n[0] != "4"]}, {"params": [*model[4].parameters()]}]
+        steps = kind(groups, lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+        given = {**how, "scaler": torch.amp.GradScaler("cpu", init_scale=how["scaler"])} if "scaler" in how else how
+        torch.manual_seed(1)
+        with Session(model, steps, loss, recipe, norm="chosen", total_steps=60, log=log, **given) as session:
+            for number, batch in enumerate(batches(21 * how.get("accumulate", 1))):
+                steps.param_groups[0]["lr"], steps.param_groups[1]["lr"] = 300.0, 0.1 - 0.001 * number
+                session.step(batch)
+        state = [steps.state[param] for param in model[4].parameters()]
+        found.append({"weights": model.state_dict(), "state": state})
+    assert any("taken back" in line["text"] for line in lines(tmp_path / "pliant.jsonl", "note"))
+    ours, alone = found
+    assert all(torch.equal(value, alone["weights"][name]) for name, value in ours["weights"].items())
+    for mine, theirs in zip(ours["state"], alone["state"], strict=True):
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine if mine[k] is not None)
+
+
+def test_where_memory_is_limited_there_is_no_second_head(tmp_path: Path) -> None:
+    model, log = make(), tmp_path / "run.jsonl"
+    limited = replace(policy(), budget=Budget(memory="1MB"))
+    with Session(model, optimizer(model, body=300.0), loss, limited, total_steps=60, log=log) as session:
+        for batch in batches(21):
+            session.step(batch)
+    assert any("the head left it at" in line["text"] for line in lines(log, "note"))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_second_head_leaves_no_trace(autocast: bool, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of autocast, casts of weights are kept from one pass to another."""
+    found = []
+    for trains in (True, False):
+        if not trains:
+            monkeypatch.setattr(SecondHead, "train", lambda *_: torch.tensor(0.0))
+        model = blocks().float()
+        steps = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(1)
+        with Session(model, steps, loss, policy(), norm="chosen", total_steps=60, accumulate=accumulate) as session:
+            for inputs, labels in batches(19 * accumulate):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    session.step((inputs.float(), labels))
+            assert session.selection.round == 1
+        found.append(snapshot(model, steps))
+    assert differences(*found) == []
+
+
 def test_after_a_quarter_of_it_the_head_alone_trains() -> None:
     model = make()
     steps, begins, told = optimizer(model), Beginning(), []
@@ -265,6 +378,18 @@ def test_a_run_that_is_saved_while_it_is_judged_goes_on_as_if_it_had_not_stopped
             for batch in data[stop:]:
                 session.step(batch)
         assert differences(snapshot(whole)["weights"], snapshot(resumed)["weights"]) == []
+
+
+def test_a_second_head_of_another_shape_is_refused() -> None:
+    model = make()
+    with Session(model, optimizer(model), loss, policy(), total_steps=60) as session:
+        for batch in batches(14):
+            session.step(batch)
+        state = session.state_dict()
+        assert state["beginning"]["second"]["params"].keys() == {"4.weight", "4.bias"}
+        state["beginning"]["second"]["params"]["4.bias"] = torch.zeros(2)
+        with pytest.raises(ValueError, match=r"'4.bias' is \(2,\), not \(3,\)"):
+            session.load_state_dict(state)
 
 
 def test_a_budget_may_change_while_the_head_trains_alone() -> None:

@@ -27,7 +27,7 @@ class Policy:
     - `state`: the optimizer state of a unit that is no longer chosen is kept ("keep") or dropped ("drop"). With a memory limit
       it is always dropped.
     - `head_first`: the share of the run in which only the units of `always` and `head` train (20 steps if the length of the run
-      is unknown), and longer while the loss halves. The first selection after it is taken back if the loss does not come back.
+      is unknown), and longer while the loss halves. The first selection after it is taken back if the head alone does better.
     - `norm` is the batch-norm rule of the method, unless `Session(norm=…)` names another.
 
     To change one choice, use `dataclasses.replace`.

@@ -4,27 +4,35 @@ A head that does not fit its data sends gradients through the network that say m
 the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.10054), and layers are chosen by what they can add
 to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn.
 
-The loss may rise at first, as features change under the head. After as many steps as were planned for the head, it must be
-back where the head left it. Where it is not, the rate is too high for so large a part: the run goes back to where that part was
-chosen, and tries a smaller one.
+Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
+change under the head. After as many steps as were planned for the head, it must be back where the head left it, and near that
+of the second head. If it is not, the rate is too high for so large a part: the run goes on from where it would be with the
+head alone, and tries a smaller one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
+from pliant.runtime.optimizer_step import needs_closure
 from pliant.session.delta import Undo
+from pliant.session.second_head import SecondHead
+
+MakeSecond = Callable[[torch.optim.Optimizer, Collection[str], Undo], SecondHead]
 
 FAST = 0.5  # of the loss before, in half as many steps as the head has at least: then it goes on alone
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
+RISEN = 0.5  # above the loss of the first steps: then the head does not learn yet, and goes on alone
+WORSE = 0.1  # than the loss of the second head, at most: that of a selection that is kept
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
+_BEGIN = 2  # the first steps
 _FEW = 8  # steps of the head alone: the losses of fewer say little
 
 
@@ -38,43 +46,70 @@ def length(share: float, total: int | None) -> int:
 class Beginning:
     """Losses of a run's first steps, and a copy of what the first selection may spoil."""
 
-    def __init__(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        self._scaler = scaler
+    def __init__(self, scaler: torch.amp.GradScaler | None = None, second: MakeSecond | None = None) -> None:
+        """`second` makes a second head of an optimizer, the names of the head's parameters, and the network as it was."""
+        self._scaler, self._make_second = scaler, second
         self._scale: dict[str, Any] | None = None  # the state of the scaler when the selection came into force
         self.tries = 0  # selections that were taken back
         self.over = False
         self._losses: list[torch.Tensor | float] = []  # of the head alone
         self._after: list[torch.Tensor | float] | None = None  # of the selection that is judged
         self._undo: Undo | None = None
+        self._second: SecondHead | None = None
+        self._first: list[torch.Tensor | float] = []  # losses of the run
+        self._beside: list[torch.Tensor | float] = []  # losses of the second head, one for each of `_after`
+        self._loss_beside: torch.Tensor | float = math.nan  # of the last batch
         self._seen = 0, False  # spans of the head alone, and whether its loss halved in the last one
 
     def see(self, loss: torch.Tensor | None) -> None:
         """A step is over."""
-        if not self.over and loss is not None:
-            (self._losses if self._after is None else self._after).append(loss)
+        if self.over or loss is None:
+            return
+        if len(self._first) < _BEGIN:
+            self._first.append(loss)
+        if self._after is None:
+            self._losses.append(loss)
+            return
+        self._after.append(loss)
+        if self._second is not None:
+            self._beside.append(self._loss_beside)
 
     def goes_on(self, length: int) -> bool:
-        """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many."""
+        """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many, or
+        has risen since the run began."""
         span = max(length // 2, 1)
         spans = len(self._losses) // span
         if spans < 2 or length < _FEW:
             return False
         if spans != self._seen[0]:  # once per span: reading numbers off a GPU waits for it
             early, late = (_mean(_read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
-            self._seen = spans, 0 < late < FAST * early
+            self._seen = spans, 0 < late < FAST * early or self._has_risen(late)
         return self._seen[1]
 
     def chose(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], length: int, may: bool
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, nn.Parameter],
+        length: int,
+        may: bool,
+        head: Collection[str] = (),
     ) -> None:
-        """The first selection comes into force. It is judged by the head's last `length` steps if they were enough, and there
-        `may` be a copy."""
+        """The first selection comes into force. It is judged after `length` steps if the head had enough, and there `may` be a
+        copy. A second one of this `head` trains on beside it; without any, the head's last steps are the measure."""
         self._losses = self._losses[-length:] if length else []
         if not may or len(self._losses) < _FEW:
             return self.end()
         self._after, self._undo = [], Undo(model, optimizer)
         self._scale = self._scaler.state_dict() if self._scaler is not None else None
         self._undo.keep(params)
+        if head and self._make_second is not None and not needs_closure(optimizer):
+            self._second = self._make_second(optimizer, head, self._undo)
+
+    def train_second_head(self, batch: Any, last: bool) -> None:
+        """Comes before each batch that a selection trains on; the `last` one ends a step."""
+        if self._second is not None:
+            self._loss_beside = self._second.train(batch, last)
 
     def keep(self, params: Mapping[str, nn.Parameter]) -> None:
         """These train from now on, as the selection changed: they may have to be put back too."""
@@ -87,43 +122,63 @@ class Beginning:
             self._undo.keep_buffers()
 
     def judge_(self, optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
-        """After as many steps as were planned for the head: if the loss is above where the head left it, put everything back as
-        it was when the selection came into force. Returns why, and the share of the units to try next."""
+        """After as many steps as were planned for the head: if the selection does harm, put everything back as it was when it
+        came into force, but the head as the second one is by now. Returns why, and the share of the units to try next."""
         if self.over or self._undo is None or self._after is None or len(self._after) < len(self._losses):
             return None
-        half = len(self._losses) // 2
-        before, after = (_mean(_read(losses[-half:])) for losses in (self._losses, self._after))
-        if after <= before or not math.isfinite(before):
+        why, learns = self._found()
+        if why is None:
             self.end()
             return None
         self._undo.rollback_(optimizer)
         if self._scaler is not None and self._scale is not None:
             self._scaler.load_state_dict(self._scale)
-        share = 0.0 if self.tries else SMALLER
-        self.tries, self._after = self.tries + 1, []
+        if self._second is not None and learns:
+            self._second.take_over_(optimizer)
+        share = 0.0 if self.tries or not learns else SMALLER
+        self.tries, self._after, self._beside = self.tries + 1, [], []
         if not share:
             self.end()
-        return f"the loss is {after:.4g}, the head left it at {before:.4g}", share
+        return why, share
+
+    def _found(self) -> tuple[str | None, bool]:
+        """What is wrong with the selection, and whether the head alone learns: otherwise it is no measure."""
+        after, before, beside = map(_late, (self._after, self._losses, self._beside))
+        learns = self._second is None or (math.isfinite(beside) and not self._has_risen(beside))
+        if not after <= before and math.isfinite(before):
+            return f"the loss is {after:.4g}, the head left it at {before:.4g}", learns
+        if self._second is not None and not (learns and after <= beside + WORSE * abs(beside)):
+            return f"the loss is {after:.4g}, that of the head alone {beside:.4g}", learns
+        return None, learns
+
+    def _has_risen(self, loss: float) -> bool:
+        """Whether it is far above that of the first steps."""
+        first = _mean(_read(self._first))
+        return loss > first + RISEN * abs(first)
 
     def end(self) -> None:
         """No further selection is judged."""
         self.over, self._losses, self._after, self._undo, self._scale = True, [], None, None, None
+        self._second, self._first, self._beside = None, [], []
 
     def state(self) -> dict[str, Any]:
         """In plain types."""
         after = None if self._after is None else _read(self._after)
-        undo = None if self._undo is None else self._undo.state()
-        begun = {"tries": self.tries, "over": self.over, "losses": _read(self._losses), "after": after}
-        return {**begun, "undo": undo, "scale": self._scale}
+        undo, second = (None if one is None else one.state() for one in (self._undo, self._second))
+        losses = {"losses": _read(self._losses), "after": after, "first": _read(self._first), "beside": _read(self._beside)}
+        return {"tries": self.tries, "over": self.over, **losses, "undo": undo, "second": second, "scale": self._scale}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.tries, self.over, self._seen = state["tries"], state["over"], (0, False)
-        self._losses, self._scale = list(state["losses"]), state["scale"]
+        self._losses, self._first, self._beside = (list(state[name]) for name in ("losses", "first", "beside"))
         self._after = None if state["after"] is None else list(state["after"])
-        self._undo = None
+        self._scale, self._undo, self._second = state["scale"], None, None
         if state["undo"] is not None:
             self._undo = Undo(model, optimizer)
             self._undo.load(state["undo"])
+        if state["second"] is not None and self._undo is not None and self._make_second is not None:
+            self._second = self._make_second(optimizer, state["second"]["params"].keys(), self._undo)
+            self._second.load(state["second"])
 
 
 def _read(losses: list[torch.Tensor | float]) -> list[Any]:
@@ -131,6 +186,11 @@ def _read(losses: list[torch.Tensor | float]) -> list[Any]:
     there = [loss for loss in losses if isinstance(loss, torch.Tensor)]
     values = iter(torch.stack([loss.float().reshape(()) for loss in there]).tolist() if there else [])
     return [next(values) if isinstance(loss, torch.Tensor) else loss for loss in losses]
+
+
+def _late(losses: list[torch.Tensor | float] | None) -> float:
+    """The mean of the last half."""
+    return _mean(_read(losses[-(len(losses) // 2) :])) if losses else math.nan
 
 
 def _mean(losses: list[Any]) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +60,22 @@ class Undo:
             if self._state.get(name) and optimizer is self._optimizer:
                 optimizer.state[params[name]] = copy.deepcopy(self._state[name])
 
+    @contextmanager
+    def as_it_was(self, instead: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, everything has the values of the start; some parameters have others `instead`. Enter it inside `sandbox`,
+        which puts buffers back."""
+        params, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
+        now = {name: params[name].data for name in {**self._params, **instead}}
+        try:
+            for name, was in {**self._params, **instead}.items():
+                params[name].data = was
+            for name, was in self._buffers.items():
+                buffers[name].data.copy_(was)
+            yield
+        finally:
+            for name, value in now.items():
+                params[name].data = value
+
     def state(self) -> dict[str, Any]:
         return {"params": dict(self._params), "buffers": dict(self._buffers), "state": dict(self._state)}
 
@@ -67,10 +84,10 @@ class Undo:
         params, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
         self._params = {name: t.to(params[name].device, copy=True) for name, t in state["params"].items()}
         self._buffers = {name: t.to(buffers[name].device, copy=True) for name, t in state["buffers"].items()}
-        self._state = {name: _on(params[name].device, held) for name, held in state["state"].items()}
+        self._state = {name: on(params[name].device, held) for name, held in state["state"].items()}
 
 
-def _on(device: torch.device, held: Any) -> Any:
+def on(device: torch.device, held: Any) -> Any:
     """Optimizer state of one parameter on its device; single numbers (step counts) stay where they are."""
     if not held:
         return held

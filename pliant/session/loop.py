@@ -38,6 +38,7 @@ from pliant.session.norms import Norms
 from pliant.session.probes import Probes
 from pliant.session.resident import Resident
 from pliant.session.run_log import RunLog
+from pliant.session.second_head import SecondHead
 from pliant.session.stepper import Stepper, StepResult
 from pliant.session.user_flags import UserFlags
 from pliant.signals.drift import Drift
@@ -68,7 +69,6 @@ class Loop:
         self.total_steps: int | None = None
         self.steps = 0
         self.flags = UserFlags(model, self.params)
-        self.beginning = Beginning(update.scaler)
         self.device = next(iter(self.params.values())).device
         self.laps = Laps(clock if clock is not None else Watch(self.device))
         self.time = RunTime(self.laps.watch.wall)
@@ -79,6 +79,8 @@ class Loop:
         self._full_steps = FullSteps(model, loss, self.params, engine, norms, update, self.laps, self.ranks)
         self.change_seconds = 0.0  # what the last change of the selection took, without the probe
         self._shared_time: tuple[float, float] | None = None  # as it was at the first process when this step began
+        beside = partial(SecondHead, model, loss, self.params, engine, norms, update, self.laps, self.time)
+        self.beginning = Beginning(update.scaler, beside)
         self.energy: EnergyUse | None = None  # where joules are limited
 
     # ------------------------------------------------------------ where it stands
@@ -133,6 +135,7 @@ class Loop:
             self.prepare(batch, self.engine.around, self.engine.ready)
             self.measure_bytes(batch)
         else:
+            self.beginning.train_second_head(batch, self.stepper.ends)
             self._hold_norms(self.selection.params)
         before = self.engine.mode
         value, result = self.stepper.run(batch, ids)
@@ -176,6 +179,7 @@ class Loop:
                     self.norms.unsettle_()
             raise
         check_in_groups(self.params, self.engine.optimizer, self.selection.params)
+        self.beginning.train_second_head(batch, self.stepper.ends)
         self._hold_norms(self.selection.params)
         self.norms.keep(batch, self.progress, self.budget)
         self.laps.begin()
@@ -330,14 +334,13 @@ class Loop:
             if self.round == 0 < selection.round and not self.beginning.over:
                 has_room = self.undo is not None or self.budget.memory is None
                 may, length = has_room and self.ranks.is_alone, self.controller.warm_up(self.progress)
-                self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), length, may)
+                head = self.selection.params if self.budget.memory is None and not self.engine.units_are_sliced else ()
+                self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), length, may, head)
             self._use(selection, start)
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
-        if self.controller.selection is None:  # norms run as if the head alone trained: so they keep nothing
-            self._hold_norms(set(self.profile.head))
-        else:  # as they do now
-            self._hold_norms(self.selection.params)
+        before = self.controller.selection  # with none, norms run as if the head alone trained: so they keep nothing
+        self._hold_norms(set(self.profile.head) if before is None else before.params)
         return self._probes.values(batch, round, self.progress, self.freezes)
 
     def _use(self, selection: Selection, start: Any) -> None:

@@ -21,7 +21,7 @@ from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/14"
+FORMAT = "pliant.session/15"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
@@ -38,7 +38,8 @@ _ROUND = {
     **dict.fromkeys(("predicted", "full", "seconds"), NUMBER),
     **dict.fromkeys(("asked", "asked_bytes", "measured_bytes"), _MAYBE_NUMBER),
 }
-_UNDO = Either(None, {"params": {str: torch.Tensor}, "buffers": {str: torch.Tensor}, "state": {str: Either(None, {str: Any})}})
+_STATES = {str: Either(None, {str: Any})}
+_UNDO = Either(None, {"params": {str: torch.Tensor}, "buffers": {str: torch.Tensor}, "state": _STATES})
 _STATE = {
     "format": str,
     "step": int,
@@ -75,9 +76,10 @@ _STATE = {
     "beginning": {
         "tries": int,
         "over": bool,
-        "losses": [NUMBER],
+        **{key: [NUMBER] for key in ("losses", "first", "beside")},
         "after": Either(None, [NUMBER]),
         "undo": _UNDO,
+        "second": Either(None, {"params": {str: torch.Tensor}, "state": _STATES}),
         "scale": Either(None, {str: NUMBER}),
     },
     "not_captured": Either(None, str),
@@ -180,7 +182,8 @@ def check(loop: Loop, state: Mapping[str, Any]) -> None:
 def _check_tensors(loop: Loop, state: Mapping[str, Any], sliced: Mapping[str, tuple[int, tuple[int, ...]]]) -> None:
     """What a state holds of single parameters and buffers must fit them."""
     params, buffers = dict(loop.model.named_parameters()), dict(loop.model.named_buffers())
-    for copy in filter(None, (state["undo"], state["beginning"]["undo"])):
+    second = {"buffers": {}, **state["beginning"]["second"]} if state["beginning"]["second"] else None
+    for copy in filter(None, (state["undo"], state["beginning"]["undo"], second)):
         _check_known("parameter", copy["state"], params)
         here: Mapping[str, torch.Tensor]
         for kind, here in (("params", params), ("buffers", buffers)):

@@ -100,9 +100,14 @@ class Stepper:
         """Whether the next batch is the first of a step."""
         return self.batches == 0
 
+    @property
+    def ends(self) -> bool:
+        """Whether the next batch is the last of a step."""
+        return self.batches + 1 == self._accumulate
+
     def run(self, batch: Any, ids: Any) -> tuple[torch.Tensor, StepResult | None]:
         """One batch: its loss, detached, and the result of the step if this was its last batch."""
-        first, last = self.begins, self.batches + 1 == self._accumulate
+        first, last = self.begins, self.ends
         self._is_ours = True
         try:
             with self._peak or nullcontext():

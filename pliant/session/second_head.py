@@ -1,0 +1,116 @@
+"""A second head, which trains on alone beside a selection: what the head would have learned meanwhile without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pliant.engine.engine import Engine
+from pliant.graph.backward import compute_loss
+from pliant.runtime.batches import Loss
+from pliant.runtime.clock import Laps, RunTime
+from pliant.runtime.optimizer_step import Update
+from pliant.runtime.sandbox import hide_step_, sandbox, scratch
+from pliant.session.delta import Undo, on
+from pliant.session.norms import Norms
+
+
+class SecondHead:
+    """A copy of the head and of its optimizer state. It trains on every batch that the selection trains on, on the features of
+    the network as it was when the selection came into force.
+
+    Each batch costs a forward pass, and the head's backward pass. The model, the optimizer and random states do not notice.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        among: Mapping[str, nn.Parameter],
+        engine: Engine,
+        norms: Norms,
+        update: Update,
+        laps: Laps,
+        time: RunTime,
+        optimizer: torch.optim.Optimizer,
+        head: Collection[str],
+        was: Undo,
+    ) -> None:
+        """`head` names its parameters `among` all that are trainable; `was` holds the network as it was."""
+        self._model, self._loss, self._among, self._engine, self._norms = model, loss, among, engine, norms
+        self._laps, self._time, self._was = laps, time, was
+        self._scaler = update.scaler
+        on_nan = "skip" if update.scaler is not None else None if update.on_nan == "raise" else update.on_nan
+        self._update = replace(update, scaler=None, on_nan=on_nan)
+        self._params = {name: param for name, param in among.items() if name in head}
+        self._copies: dict[str, nn.Parameter] = {}
+        self._follow(optimizer, {name: param.detach() for name, param in self._params.items()})
+        for name, param in self._params.items():
+            self._keep_state(name, optimizer.state.get(param))
+
+    def _follow(self, optimizer: torch.optim.Optimizer, values: Mapping[str, torch.Tensor]) -> None:
+        """Train these values with an optimizer like this one."""
+        self._optimizer = optimizer
+        self._like, copies = scratch(optimizer, [*self._params.values()], values=[values[name] for name in self._params])
+        hide_step_(self._like)
+        self._copies = dict(zip(self._params, copies, strict=True))
+
+    def _keep_state(self, name: str, state: Mapping[str, Any] | None) -> None:
+        if state:
+            self._like.state[self._copies[name]] = copy.deepcopy(dict(state))
+
+    def _take_settings(self) -> None:
+        """A scheduler may have changed the user's groups."""
+        groups = {id(param): group for group in self._optimizer.param_groups for param in group["params"]}
+        own = {id(self._copies[name]): param for name, param in self._params.items()}
+        for group in self._like.param_groups:
+            group.update({**groups[id(own[id(group["params"][0])])], "params": group["params"]})
+
+    def train(self, batch: Any, last: bool) -> torch.Tensor:
+        """One batch, and a step if it is the `last` of one. Returns its loss, detached."""
+        with self._time.not_training("choosing"), self._laps.paused():
+            self._norms.hold_(self._among, self._params.keys(), limited=True)
+            return self._train(batch, last)
+
+    def _train(self, batch: Any, last: bool) -> torch.Tensor:
+        if self._engine.optimizer is not self._optimizer:  # another one was set, which knows nothing of the past
+            self._follow(self._engine.optimizer, self._copies)
+        scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+        train = None if "differentiates" in self._engine.origin else self._params
+        with sandbox(self._model, train), self._was.as_it_was({name: own.detach() for name, own in self._copies.items()}):
+            value = compute_loss(self._model, self._loss, batch)
+            grads = self._update.gradients(value * scale, [*self._params.values()])
+        for own, grad in zip(self._copies.values(), grads, strict=True):
+            if grad is not None:
+                own.grad = grad / scale if own.grad is None else own.grad + grad / scale
+        if last:
+            self._take_settings()
+            self._update.step(self._like)
+            for own in self._copies.values():
+                own.grad = None
+        return value.detach()
+
+    def take_over_(self, optimizer: torch.optim.Optimizer) -> None:
+        """The head goes on from here, but for what the user has frozen meanwhile."""
+        for name, param in self._params.items():
+            if param.requires_grad:
+                with torch.no_grad():
+                    param.copy_(self._copies[name])
+                if optimizer is self._optimizer and (state := self._like.state.get(self._copies[name])):
+                    optimizer.state[param] = copy.deepcopy(dict(state))
+
+    def state(self) -> dict[str, Any]:
+        """In plain types."""
+        params = {name: own.detach() for name, own in self._copies.items()}
+        return {"params": params, "state": {name: self._like.state.get(own) for name, own in self._copies.items()}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        device = next(iter(self._params.values())).device
+        self._follow(self._optimizer, {name: value.to(device) for name, value in state["params"].items()})
+        for name, held in state["state"].items():
+            self._keep_state(name, on(device, held))
