@@ -127,6 +127,7 @@ def test_the_loss_must_come_back_to_where_the_head_left_it(after: list[float], t
         ([4.0] * 5 + [1.9] * 5 + [1.0] * 5, False),
         ([4.0] * 5 + [2.1] * 5, False),
         ([2.0] * 2 + [4.0] * 8, True),  # it has risen
+        ([2.0] * 2 + [4.0] * 28, False),  # for too long
         ([2.0] * 2 + [2.9] * 8, False),
         ([-1.0] * 5 + [-2.0] * 5, False),  # of numbers below zero there is no half
         ([math.nan] * 10, False),
@@ -241,7 +242,7 @@ class Beside:
     def __init__(self, losses: list[float]) -> None:
         self.losses, self.took_over = losses, 0
 
-    def train(self, batch: Any, last: bool) -> torch.Tensor:
+    def train(self, batch: Any, first: bool, last: bool) -> torch.Tensor:
         return torch.tensor(self.losses.pop(0))
 
     def take_over_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -273,7 +274,7 @@ def test_a_selection_must_do_as_well_as_the_second_head(
     begins.chose(model, steps, dict(model.named_parameters()), length=10, may=True, head=["4.weight"])
     for value in after:
         assert begins.judge_(steps) is None
-        begins.train_second_head(None, last=True)
+        begins.train_second_head(None, first=True, last=True)
         begins.see(torch.tensor(value))
     said = begins.judge_(steps)
     assert (said[1] if said is not None else None) == next_share

@@ -68,14 +68,6 @@ def test_steps_are_off_outside_of_the_band(step: float, is_off: bool) -> None:
     assert seen.is_off(ASKED) == is_off
 
 
-@pytest.mark.parametrize(("step", "is_off"), [(1.4, False), (1.2, True)])
-def test_steps_below_the_limit_are_off_only_if_more_was_predicted(step: float, is_off: bool) -> None:
-    """The solver left the rest of the limit unused, and would again."""
-    seen = feedback(predicted=1.5)
-    seen.see([step] * 10, ASKED, owes=False)
-    assert seen.is_off(ASKED) == is_off
-
-
 def test_a_selection_has_its_time_and_each_correction_doubles_it() -> None:
     seen = feedback()
     seen.see([3.0] * (DWELL - 1), ASKED)
@@ -114,6 +106,15 @@ def test_the_next_plan_is_priced_by_the_ratio() -> None:
     seen = feedback()
     seen.see([2.5] * 10, ASKED, owes=False)
     assert seen.limit(ASKED) == pytest.approx(ASKED / 1.25)
+
+
+def test_what_is_added_to_a_selection_takes_what_was_predicted_for_it() -> None:
+    seen = feedback(predicted=1.8)
+    seen.see([1.5] * 10, ASKED, owes=False)
+    assert seen.limit(ASKED, near=True) == pytest.approx(1.8 + 0.5)
+    assert seen.limit(ASKED) == pytest.approx(ASKED / (1.5 / 1.8)), "a new one may take less as a whole"
+    seen.see([2.4] * 10, ASKED, owes=False)
+    assert seen.limit(ASKED, near=True) == seen.limit(ASKED) == pytest.approx(ASKED / seen.ratio), "what is left out, too"
 
 
 def test_steps_are_judged_by_the_full_steps_beside_them() -> None:

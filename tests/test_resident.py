@@ -53,29 +53,21 @@ def session(**how: Any) -> Session:
 # ---------------------------------------------------------------- code
 
 
-SMAPS = """\
-00001000-00003000 r-xp 00000000 08:01 11 /lib/code.so
-Rss:                   8 kB
-Anonymous:             0 kB
-VmFlags: rd ex mr mw me
-00003000-00004000 r--p 00002000 08:01 11 /lib/code.so
-Rss:                   4 kB
-Anonymous:             0 kB
-00004000-00005000 r--p 00003000 08:01 11 /lib/code.so
-Rss:                   4 kB
-Anonymous:             4 kB
-00005000-00006000 rw-p 00004000 08:01 11 /lib/code.so
-Rss:                   4 kB
-Anonymous:             0 kB
-00006000-00007000 r-xp 00000000 08:01 12 /lib/old code.so (deleted)
-Rss:                   4 kB
-00007000-00009000 r--p 00000000 08:01 13 /data/weights.safetensors
-Rss:                   8 kB
-Anonymous:             0 kB
-00009000-0000a000 r-xp 00000000 00:00 0 [vdso]
-Rss:                   4 kB
-Anonymous:             0 kB
-"""
+def mapping(where: str, mode: str, path: str, **amounts: int) -> str:
+    """As Linux describes it."""
+    return f"{where} {mode} 00000000 08:01 11 {path}\n" + "".join(f"{name}: {kb} kB\n" for name, kb in amounts.items())
+
+
+SMAPS = (
+    mapping("00001000-00003000", "r-xp", "/lib/code.so", Rss=8, Anonymous=0, Swap=0)
+    + mapping("00003000-00004000", "r--p", "/lib/code.so", Rss=4, Anonymous=0, Swap=0)
+    + mapping("00004000-00005000", "r--p", "/lib/code.so", Rss=4, Anonymous=4, Swap=0)  # written to
+    + mapping("00005000-00006000", "r--p", "/lib/code.so", Rss=4, Anonymous=0, Swap=4)  # written to, and swapped out
+    + mapping("00006000-00007000", "rw-p", "/lib/code.so", Rss=4, Anonymous=0, Swap=0)
+    + mapping("00007000-00008000", "r-xp", "/lib/old code.so (deleted)", Rss=4)
+    + mapping("00008000-0000a000", "r--p", "/data/weights.safetensors", Rss=8, Anonymous=0, Swap=0)
+    + mapping("0000a000-0000b000", "r-xp", "[vdso]", Rss=4, Anonymous=0, Swap=0)
+)
 
 
 def test_only_what_libraries_have_as_in_their_files_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

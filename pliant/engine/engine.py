@@ -144,6 +144,13 @@ class Engine(ForwardPasses):
         return self.features is not None and self._asked.may("prefix") and "cache" not in self._prefix.reasons
 
     @property
+    def trains_alike(self) -> bool:
+        """Whether a plain step trains whole parameters as this engine does: on features that are computed in each step, in the
+        precision of the model."""
+        exact = self.features is None and self._prefix.dtype is None and not self._prefix.asks_int8
+        return exact and not self.units_are_sliced
+
+    @property
     def why_not(self) -> dict[str, str]:
         """What the engine does not do here, and why."""
         no_graphs = self._graphs.why_not if self.mode.graphs and self._graphs is not None else self.not_captured

@@ -165,8 +165,10 @@ class Laps:
     def paused(self) -> Iterator[None]:
         """What runs inside is no part of the lap."""
         start = self.watch.mark()
-        yield
-        self._pauses.append((start, self.watch.mark()))
+        try:
+            yield
+        finally:
+            self._pauses.append((start, self.watch.mark()))
 
     def drop(self) -> None:
         """The lap that runs does not count."""

@@ -24,7 +24,8 @@ class _Mapping:
     mode: str  # such as "r-xp"
     path: str
     resident: int = 0  # bytes in main memory
-    written: int | None = None  # of them, those that differ from the file; None: unknown
+    written: int | None = None  # bytes that differ from the file; None: unknown
+    swapped: int | None = None  # bytes that were written, and are not in main memory now
 
 
 def forget_code() -> int:
@@ -38,7 +39,7 @@ def forget_code() -> int:
     libraries = {one.path for one in found if "x" in one.mode and one.path.startswith("/")}
     bytes_ = 0
     for one in found:
-        is_as_in_file = one.path in libraries and "w" not in one.mode and one.written == 0
+        is_as_in_file = one.path in libraries and "w" not in one.mode and one.written == one.swapped == 0
         if is_as_in_file and one.resident and advise(one.start, one.end - one.start, _DONTNEED) == 0:
             bytes_ += one.resident
     return bytes_
@@ -57,5 +58,7 @@ def _mappings(text: str) -> Iterator[_Mapping]:
             now.resident = int(rest[0]) * 1024
         elif now is not None and name == "Anonymous:":
             now.written = int(rest[0]) * 1024
+        elif now is not None and name == "Swap:":
+            now.swapped = int(rest[0]) * 1024
     if now is not None:
         yield now

@@ -16,7 +16,7 @@ from pliant.runtime.torch_internals import NormBase
 
 LOOKS = 5  # batches whose statistics are compared with the running ones, or take their place
 FAR = 0.02  # |log| of the ratio of variances, beyond chance, above which running statistics do not fit (docs/notebook.md)
-BETTER = 0.1  # share of the loss by which statistics of the batch must tell a batch's labels better from others
+BETTER = 0.1  # share of the loss by which statistics of the batch must be better: tell labels from others, or lower the loss
 _MEAN_ERROR = 0.8  # of a normal distribution: the mean of |x| over its standard deviation
 A_FEW = 4  # samples: fewer than that differ from any others
 

@@ -27,7 +27,7 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
     """
     was = found(model)
     buffers = {module: dict(module._buffers) for module in model.modules()}
-    own = {m: [b for b in held.values() if b is not None and not _is_expanded(b)] for m, held in buffers.items()}
+    own = {m: [b for b in held.values() if b is not None and not is_expanded(b)] for m, held in buffers.items()}
     copies = {module: [(b, b.clone(), b._version) for b in several] for module, several in own.items()}
     grads = {param: param.grad for param in model.parameters()}
     rng = rng_states()
@@ -63,7 +63,7 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
         set_rng_states(rng)
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
+def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether several elements share one place in memory: nothing can be written into such a tensor."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 

@@ -33,6 +33,7 @@ WORSE = 0.1  # than the loss of the second head, at most: that of a selection th
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
 _BEGIN = 2  # the first steps
+_PATIENCE = 3  # times the steps that were planned for the head: so long a head may take that does not learn yet
 _FEW = 8  # steps of the head alone: the losses of fewer say little
 
 
@@ -76,14 +77,15 @@ class Beginning:
 
     def goes_on(self, length: int) -> bool:
         """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many, or
-        has risen since the run began."""
+        has risen since the run began, for which it gets three times as many steps."""
         span = max(length // 2, 1)
         spans = len(self._losses) // span
         if spans < 2 or length < _FEW:
             return False
         if spans != self._seen[0]:  # once per span: reading numbers off a GPU waits for it
             early, late = (_mean(_read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
-            self._seen = spans, 0 < late < FAST * early or self._has_risen(late)
+            waits = self._has_risen(late) and len(self._losses) < _PATIENCE * length
+            self._seen = spans, waits or 0 < late < FAST * early
         return self._seen[1]
 
     def chose(
@@ -106,10 +108,16 @@ class Beginning:
         if head and self._make_second is not None and not needs_closure(optimizer):
             self._second = self._make_second(optimizer, head, self._undo)
 
-    def train_second_head(self, batch: Any, last: bool) -> None:
-        """Comes before each batch that a selection trains on; the `last` one ends a step."""
+    def train_second_head(self, batch: Any, first: bool, last: bool) -> bool:
+        """Comes before each batch that a selection trains on, the `first` and the `last` of a step. Returns whether there is a
+        second head."""
         if self._second is not None:
-            self._loss_beside = self._second.train(batch, last)
+            self._loss_beside = self._second.train(batch, first, last)
+        return self._second is not None
+
+    def drop_second_head(self) -> None:
+        """It is no measure any more, or there is no room for it."""
+        self._second, self._beside = None, []
 
     def keep(self, params: Mapping[str, nn.Parameter]) -> None:
         """These train from now on, as the selection changed: they may have to be put back too."""
@@ -117,7 +125,8 @@ class Beginning:
             self._undo.keep(params)
 
     def keep_buffers(self) -> None:
-        """Buffers were changed from outside: as they are now they are put back."""
+        """Buffers were changed from outside: as they are now they are put back. The second head knows nothing of them."""
+        self.drop_second_head()
         if self._undo is not None:
             self._undo.keep_buffers()
 

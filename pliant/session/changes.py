@@ -49,6 +49,8 @@ def change_budget(loop: Loop, budget: Budget) -> None:
         loop.settle(old)
         loop.controller.restore(before)
         raise
+    if budget.memory is not None:  # it has no room for one
+        loop.beginning.drop_second_head()
 
 
 def use_optimizer(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
@@ -60,6 +62,8 @@ def use_optimizer(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
         loop.controller.ask_again()
     before = loop.engine.mode
     loop.stepper.use_optimizer(optimizer)
+    if needs_closure(optimizer):
+        loop.beginning.drop_second_head()
     unheld = loop.leave_out_unheld()
     loop.follow_engine(before)
     loop.note("the optimizer was replaced" if unheld is None else f"the optimizer was replaced; {unheld}")

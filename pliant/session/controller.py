@@ -187,7 +187,7 @@ class Controller:
         correction = None  # at the start, a budget that cannot be kept is an error
         if self.feedback.rounds:
             asked = self.asked_seconds(now)
-            correction = self.feedback.limit(asked) / asked if asked is not None and self.correct else 1.0
+            correction = self.feedback.limit(asked, bool(near)) / asked if asked is not None and self.correct else 1.0
         policy = replace(self.policy, budget=self._budget(mode))
         if now.round == 0 and self.warm_up(now):
             policy = replace(policy, solver=fixed())
@@ -202,8 +202,7 @@ class Controller:
             self.last, self.drift = now, Drift()
         self.selection, self.pending = selection, None
         asked = self.profile.seconds_within(selection.asked) if self.profile is not None else None
-        predicted, full = selection.cost.seconds, selection.full.seconds
-        begins = Round(selection.round, selection.step, asked, predicted, full)
+        begins = Round(selection.round, selection.step, asked, selection.cost.seconds, selection.full.seconds)
         begins.asked_bytes, begins.predicted_bytes = selection.asked.get("bytes"), selection.cost.bytes
         self.feedback.begin(begins)
 
@@ -294,6 +293,8 @@ class Controller:
             if not self.feedback.may_correct(asked, cost, left):
                 return None, None
             selection = self._planned_again(now, mode, self.selection.units)
+            if selection is not None and 0 <= (selection.cost.seconds - self.selection.cost.seconds) * left <= cost:
+                selection = None  # what it adds takes less than the change
             self.feedback.correcting(in_turn and selection is not None)
         if self.feedback.turns is not None:
             if self.feedback.turns.goes_on(measure_full()):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant.runtime.sandbox import is_expanded
+
 
 class Undo:
     """Copies of what has changed since the start, so that it can be put back."""
@@ -51,8 +53,8 @@ class Undo:
         with torch.no_grad():
             for name, was in self._params.items():
                 params[name].copy_(was)
-            for name, was in self._buffers.items():
-                buffers[name].copy_(was)
+            for buffer, was in self._kept(buffers):
+                buffer.copy_(was)
         if isinstance(optimizer, torch.optim.LBFGS):  # one history of all parameters
             optimizer.state.clear()
         for name in {**self._params, **self._state}:
@@ -69,12 +71,20 @@ class Undo:
         try:
             for name, was in {**self._params, **instead}.items():
                 params[name].data = was
-            for name, was in self._buffers.items():
-                buffers[name].data.copy_(was)
+            for buffer, was in self._kept(buffers):
+                buffer.data.copy_(was)
             yield
         finally:
             for name, value in now.items():
                 params[name].data = value
+
+    def _kept(self, now: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffers of now and their values of the start. One that the model has replaced by another shape is its own matter,
+        and into one that is expanded nothing can be written."""
+        for name, was in self._buffers.items():
+            buffer = now.get(name)
+            if buffer is not None and buffer.shape == was.shape and not is_expanded(buffer):
+                yield buffer, was
 
     def state(self) -> dict[str, Any]:
         return {"params": dict(self._params), "buffers": dict(self._buffers), "state": dict(self._state)}

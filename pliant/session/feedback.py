@@ -146,14 +146,11 @@ class Feedback:
         return max(asked - self.overspent / PAY_BACK, LEAST * asked)
 
     def is_off(self, asked: float) -> bool:
-        """Whether steps take more than they should, or so much less than was predicted that more could be chosen.
-
-        Where they take what was predicted, the solver has left the rest of the limit unused.
-        """
+        """Whether steps take more than they should, or so much less that more could be chosen."""
         if self.recent is None:
             return False
         aim = self.aim(asked)
-        return not (1 - UNDER) * min(aim, self.rounds[-1].predicted) <= self.recent <= (1 + OVER) * aim
+        return not (1 - UNDER) * aim <= self.recent <= (1 + OVER) * aim
 
     def needs_turns(self, asked: float) -> bool:
         """Whether a correction compares steps with full steps first: one by much, and any but the first of a round."""
@@ -172,9 +169,13 @@ class Feedback:
         self.waited = 0
         self.turns = Turns() if in_turn else None
 
-    def limit(self, asked: float) -> float:
-        """The seconds to plan for, so that steps take what they should."""
-        return self.aim(asked) / self.ratio
+    def limit(self, asked: float, near: bool = False) -> float:
+        """The seconds to plan for, so that steps take what they should. A selection `near` the one in force only adds to it, if
+        that takes less than it should: what it adds takes what was predicted for it, though the rest takes less."""
+        aim = self.aim(asked)
+        if near and self.recent is not None and self.recent < aim and self.ratio < 1:
+            return min(self.rounds[-1].predicted + aim - self.recent, aim / self.ratio)
+        return aim / self.ratio
 
     def reassess(self, turns: Turns, asked: float) -> None:
         """Steps took turns with full steps, and so many seconds are asked of a step now."""

@@ -135,7 +135,8 @@ class Loop:
             self.prepare(batch, self.engine.around, self.engine.ready)
             self.measure_bytes(batch)
         else:
-            self.beginning.train_second_head(batch, self.stepper.ends)
+            self._hold_norms(self.selection.params)
+        if self.beginning.train_second_head(batch, self.stepper.begins, self.stepper.ends):
             self._hold_norms(self.selection.params)
         before = self.engine.mode
         value, result = self.stepper.run(batch, ids)
@@ -152,8 +153,7 @@ class Loop:
             self.record(self.stepper.end())  # every call stands for a step, also where the caller's scaler skipped it
         self.log.note_rate(self.engine.optimizer, self.total_steps)
         batches.check_not_empty(batch)
-        shared = self.budget.moves and not self.ranks.is_alone
-        mean = self.controller.feedback.mean
+        shared, mean = self.budget.moves and not self.ranks.is_alone, self.controller.feedback.mean
         self._shared_time = self.ranks.first(lambda: self.time.now(self.steps, mean)) if shared else None
         self._heed_flags()
         try:
@@ -179,7 +179,6 @@ class Loop:
                     self.norms.unsettle_()
             raise
         check_in_groups(self.params, self.engine.optimizer, self.selection.params)
-        self.beginning.train_second_head(batch, self.stepper.ends)
         self._hold_norms(self.selection.params)
         self.norms.keep(batch, self.progress, self.budget)
         self.laps.begin()
@@ -334,13 +333,14 @@ class Loop:
             if self.round == 0 < selection.round and not self.beginning.over:
                 has_room = self.undo is not None or self.budget.memory is None
                 may, length = has_room and self.ranks.is_alone, self.controller.warm_up(self.progress)
-                head = self.selection.params if self.budget.memory is None and not self.engine.units_are_sliced else ()
+                beside = self.budget.memory is None and self.engine.trains_alike
+                head = self.selection.params if beside else ()
                 self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), length, may, head)
             self._use(selection, start)
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
-        before = self.controller.selection  # with none, norms run as if the head alone trained: so they keep nothing
-        self._hold_norms(set(self.profile.head) if before is None else before.params)
+        now = self.controller.selection  # with none, norms run as if the head alone trained: so they keep nothing
+        self._hold_norms(set(self.profile.head) if now is None else now.params)
         return self._probes.values(batch, round, self.progress, self.freezes)
 
     def _use(self, selection: Selection, start: Any) -> None:

@@ -24,7 +24,8 @@ class SecondHead:
     """A copy of the head and of its optimizer state. It trains on every batch that the selection trains on, on the features of
     the network as it was when the selection came into force.
 
-    Each batch costs a forward pass, and the head's backward pass. The model, the optimizer and random states do not notice.
+    Each batch costs a forward pass, and the head's backward pass. Weights, buffers, gradients, the optimizer and random states
+    are left as they are; side effects of the loss happen once more.
     """
 
     def __init__(
@@ -45,8 +46,7 @@ class SecondHead:
         self._model, self._loss, self._among, self._engine, self._norms = model, loss, among, engine, norms
         self._laps, self._time, self._was = laps, time, was
         self._scaler = update.scaler
-        on_nan = "skip" if update.scaler is not None else None if update.on_nan == "raise" else update.on_nan
-        self._update = replace(update, scaler=None, on_nan=on_nan)
+        self._update = replace(update, scaler=None, on_nan="skip" if update.reads_gradients else update.on_nan)
         self._params = {name: param for name, param in among.items() if name in head}
         self._copies: dict[str, nn.Parameter] = {}
         self._follow(optimizer, {name: param.detach() for name, param in self._params.items()})
@@ -71,8 +71,10 @@ class SecondHead:
         for group in self._like.param_groups:
             group.update({**groups[id(own[id(group["params"][0])])], "params": group["params"]})
 
-    def train(self, batch: Any, last: bool) -> torch.Tensor:
+    def train(self, batch: Any, first: bool, last: bool) -> torch.Tensor:
         """One batch, and a step if it is the `last` of one. Returns its loss, detached."""
+        for own in self._copies.values() if first else ():  # the step before may have failed on its way
+            own.grad = None
         with self._time.not_training("choosing"), self._laps.paused():
             self._norms.hold_(self._among, self._params.keys(), limited=True)
             return self._train(batch, last)
@@ -81,10 +83,12 @@ class SecondHead:
         if self._engine.optimizer is not self._optimizer:  # another one was set, which knows nothing of the past
             self._follow(self._engine.optimizer, self._copies)
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
-        train = None if "differentiates" in self._engine.origin else self._params
+        train = None if self._engine.origin.get("differentiates") == "parameters" else self._params
         with sandbox(self._model, train), self._was.as_it_was({name: own.detach() for name, own in self._copies.items()}):
-            value = compute_loss(self._model, self._loss, batch)
-            grads = self._update.gradients(value * scale, [*self._params.values()])
+            with self._engine.around():
+                value = compute_loss(self._model, self._loss, batch)
+            scaled = value if self._scaler is None else self._scaler.scale(value)
+            grads = self._update.gradients(scaled, [*self._params.values()])
         for own, grad in zip(self._copies.values(), grads, strict=True):
             if grad is not None:
                 own.grad = grad / scale if own.grad is None else own.grad + grad / scale
@@ -106,8 +110,9 @@ class SecondHead:
 
     def state(self) -> dict[str, Any]:
         """In plain types."""
-        params = {name: own.detach() for name, own in self._copies.items()}
-        return {"params": params, "state": {name: self._like.state.get(own) for name, own in self._copies.items()}}
+        params = {name: own.detach().clone() for name, own in self._copies.items()}
+        state = {name: copy.deepcopy(self._like.state.get(own)) for name, own in self._copies.items()}
+        return {"params": params, "state": state}
 
     def load(self, state: Mapping[str, Any]) -> None:
         device = next(iter(self._params.values())).device
