@@ -346,6 +346,90 @@ def test_the_second_head_leaves_no_trace(autocast: bool, accumulate: int, monkey
     assert differences(*found) == []
 
 
+class Cached(nn.Module):
+    """Keeps buffers of its own: one is as long as the largest batch, one is expanded, one comes and goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("longest", torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("wide", torch.zeros(1, dtype=torch.float64).expand(3))
+        self.register_buffer("fleeting", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fleeting = None if self.fleeting is not None else torch.zeros(2)
+        if len(self.longest) < len(x):
+            self.longest = torch.ones(len(x), dtype=torch.float64)
+        return x * self.longest[: len(x), None] + self.wide[0]
+
+
+def test_a_second_head_trains_beside_models_that_replace_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, train = [], SecondHead.train
+    monkeypatch.setattr(SecondHead, "train", lambda *how: trained.append(1) or train(*how))
+    model = nn.Sequential(Cached(), *blocks(norm=False))
+    steps = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Session(model, steps, loss, policy(), total_steps=60) as session:
+        for k, (inputs, labels) in enumerate(batches(21)):
+            few = len(inputs) if k > 12 else len(inputs) // 2
+            session.step((inputs[:few], labels[:few]))
+    assert len(trained) >= 5
+
+
+@pytest.mark.parametrize("what", ["steps of the caller's own", "limited memory", "estimated norms"])
+def test_what_ends_a_second_head(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, train = [], SecondHead.train
+    monkeypatch.setattr(SecondHead, "train", lambda *how: trained.append(1) or train(*how))
+    model, stream = blocks(), batches(20)
+    steps = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Session(model, steps, loss, policy(), norm="chosen", total_steps=60) as session:
+        for batch in stream[:15]:
+            session.step(batch)
+        so_far = len(trained)
+        assert so_far > 0
+        if what == "limited memory":
+            session.budget = Budget(memory="1MB")
+        elif what == "estimated norms":
+            session.estimate_norms(stream[:3])
+        for batch in stream[15:]:
+            if what == "steps of the caller's own":
+                session.before_step(batch)
+                steps.zero_grad()
+                loss(model, batch).backward()
+                steps.step()
+            else:
+                session.step(batch)
+    assert len(trained) == so_far
+
+
+def test_gradients_of_a_step_that_failed_do_not_reach_the_second_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for fails in (True, False):
+        model, stream = blocks(norm=False), batches(36)
+        steps = torch.optim.SGD(model.parameters(), lr=0.01)
+        torch.manual_seed(1)
+        fail = [False]
+
+        def brittle(model: nn.Module, batch: Any, fail: list[bool] = fail) -> torch.Tensor:
+            if fail[0] and any(p.requires_grad for p in model[0].parameters()):  # while the selection trains
+                raise MemoryError
+            return loss(model, batch)
+
+        model[3].p = 0.0  # whoever fails has drawn other random numbers
+        with Session(model, steps, brittle, policy(), total_steps=60, accumulate=2) as session:
+            for batch in stream[:30]:
+                session.step(batch)
+            second = session._loop.beginning._second
+            assert second is not None
+            if fails:
+                fail[0] = True
+                with pytest.raises(MemoryError):
+                    session.step(stream[30])
+                fail[0] = False
+            for batch in stream[32:34]:
+                session.step(batch)
+            found.append([own.detach().clone() for own in second._copies.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_after_a_quarter_of_it_the_head_alone_trains() -> None:
     model = make()
     steps, begins, told = optimizer(model), Beginning(), []
