@@ -85,6 +85,13 @@ def test_a_selection_has_its_time_and_each_correction_doubles_it() -> None:
     assert seen.may_correct(ASKED, 0.0, 1000)
 
 
+@pytest.mark.parametrize(("step", "needs"), [(2.3, False), (2.5, True), (1.7, True)])
+def test_a_correction_by_much_and_one_that_adds_compare_with_full_steps(step: float, needs: bool) -> None:
+    seen = feedback()
+    seen.see([step] * 10, ASKED, owes=False)
+    assert seen.needs_turns(ASKED) == needs
+
+
 def test_a_correction_must_be_worth_what_it_costs() -> None:
     seen = feedback()
     seen.see([3.0] * DWELL, ASKED, owes=False)

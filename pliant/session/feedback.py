@@ -4,8 +4,8 @@ This is the arithmetic. `Controller.correction` (`session/controller`) calls it 
 
 One smoothed ratio of measured to predicted seconds prices the next plan. A selection changes only if its steps leave a band
 around what was asked, and only after a dwell time that doubles with every correction of a round. If a share of a full step was
-asked, a few steps take turns with full steps before a correction by much, and before a second one. Seconds beyond what was
-asked are saved in later steps. Seconds below it are not spent.
+asked, a few steps take turns with full steps before a correction by much, one that adds, and a second one. Seconds beyond what
+was asked are saved in later steps. Seconds below it are not spent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, ClassVar
 
 OVER, UNDER = 0.02, 0.10  # of what is aimed at: the band in which nothing is corrected
-MUCH = 0.2  # of what is aimed at: a correction by more than that compares steps with full steps first
+MUCH = 0.2  # of what is aimed at: a correction of steps that take more than that beyond it compares them with full steps first
 DWELL = 10  # steps until the first correction of a round; each one doubles it
 PAY_BACK = 50  # steps in which overspent seconds are saved
 LEAST = 0.92  # of what was asked: steps go no lower to save
@@ -153,8 +153,9 @@ class Feedback:
         return not (1 - UNDER) * aim <= self.recent <= (1 + OVER) * aim
 
     def needs_turns(self, asked: float) -> bool:
-        """Whether a correction compares steps with full steps first: one by much, and any but the first of a round."""
-        return self.corrections > 0 or (self.recent is not None and abs(self.recent / self.aim(asked) - 1) > MUCH)
+        """Whether a correction compares steps with full steps first: one by much, one that adds, and any but the first of a
+        round. A full step may have been measured in a slow moment, and a budget means "at most"."""
+        return self.corrections > 0 or (self.recent is not None and not 0 <= self.recent / self.aim(asked) - 1 <= MUCH)
 
     def may_correct(self, asked: float, seconds: float, left: int) -> bool:
         """Whether the selection has had its time, and what it misses in the steps that are left is more than the seconds that
