@@ -256,6 +256,8 @@ class Beside:
         ([1.0] * 10, [9.0] * 5 + [1.0] * 5, None),  # it rises as features change, and comes back
         ([0.5] * 10, [0.6] * 10, 0.25),  # the head alone is better, though the loss fell
         ([1.0] * 10, [1.05] * 10, None),  # a little worse: features that have changed may still gain
+        ([0.1, 1.7] * 5, [1.2] * 10, None),  # so much may be chance
+        ([0.1, 0.3] * 5, [1.2] * 10, 0.25),
         ([1.0] * 10, [math.nan] * 10, 0.25),
         ([2.0] * 10, [2.1] * 10, 0.25),  # the head had left it lower
         ([2.9] * 10, [1.9] * 10, None),
@@ -306,7 +308,7 @@ def test_a_selection_that_is_taken_back_leaves_the_head_as_if_it_had_trained_alo
         torch.manual_seed(1)
         with Session(model, steps, loss, recipe, norm="chosen", total_steps=60, log=log, **given) as session:
             for number, batch in enumerate(batches(21 * how.get("accumulate", 1))):
-                steps.param_groups[0]["lr"], steps.param_groups[1]["lr"] = 300.0, 0.1 - 0.001 * number
+                steps.param_groups[0]["lr"], steps.param_groups[1]["lr"] = 3000.0, 0.1 - 0.001 * number
                 session.step(batch)
         state = [steps.state[param] for param in model[4].parameters()]
         found.append({"weights": model.state_dict(), "state": state})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -156,9 +156,17 @@ class Beginning:
         learns = self._second is None or (math.isfinite(beside) and not self._has_risen(beside))
         if not after <= before and math.isfinite(before):
             return f"the loss is {after:.4g}, the head left it at {before:.4g}", learns
-        if self._second is not None and not (learns and after <= beside + WORSE * abs(beside)):
+        if self._second is not None and not (learns and self._is_near()):
             return f"the loss is {after:.4g}, that of the head alone {beside:.4g}", learns
         return None, learns
+
+    def _is_near(self) -> bool:
+        """Whether the late losses of the selection are no more than a tenth above those of the second head on the same batches,
+        but for one standard error: means over a few small batches scatter."""
+        pairs = zip(_read(self._after or []), _read(self._beside), strict=False)
+        above = [one - other - WORSE * abs(other) for one, other in pairs if math.isfinite(one - other)]
+        above = above[len(above) // 2 :]
+        return len(above) > 1 and fmean(above) <= stdev(above) / len(above) ** 0.5
 
     def _has_risen(self, loss: float) -> bool:
         """Whether it is far above that of the first steps."""
