@@ -199,12 +199,9 @@ class StepTiming:
         rungs = _rungs(graph, draft, head=not few or self.ready is not None, deepest=not few, everything=not (few and plain))
         *steps, full_step = [partial(self.step, rung) for rung in rungs] + [self._plain_step] * plain
 
-        # A first step makes what the engine needs. A first full step makes PyTorch's kernels, where other ones ran before it.
-        tries, full_tries = 1 if self.ready is None else 2, 2 if few and self.around is not nullcontext else 1
-
-        def turn() -> list[float]:
-            taken = [min(step() for _ in range(tries)) for step in steps]
-            return [*taken, min(full_step() for _ in range(full_tries))]
+        def turn() -> list[float]:  # a first step makes what the engine needs, a first full step PyTorch's kernels
+            taken = [min(step() for _ in range(1 if self.ready is None else 2)) for step in steps]
+            return [*taken, min(full_step() for _ in range(2 if few else 1))]
 
         some = range(1 if self.watch.cuda and steady else repeats)  # a steady clock needs one
         turns = np.array([turn() for _ in told("timing steps", some)])
