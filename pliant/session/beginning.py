@@ -5,9 +5,10 @@ the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.1005
 to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
-change under the head. After as many steps as were planned for the head, it must be back where the head left it, and near that
-of the second head. If it is not, the rate is too high for so large a part: the run goes on from where it would be with the
-head alone, and tries a smaller one.
+change under the head. After as many steps as were planned for the head, it must not be measurably above that of the second
+head. Where the run has seen these samples before, it must be measurably below: a larger part learns samples by heart sooner,
+whether it learns anything else or not. If a selection fails, it does not help, or the rate is too high for so many layers. Then
+the run goes on from where it would be with the head alone, and tries fewer.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from torch import nn
 from pliant.runtime.optimizer_step import needs_closure
 from pliant.session.delta import Undo
 from pliant.session.second_head import SecondHead
+from pliant.session.seen_samples import SeenSamples
 
 MakeSecond = Callable[[torch.optim.Optimizer, Collection[str], Undo], SecondHead]
 
 FAST = 0.5  # of the loss before, in half as many steps as the head has at least: then it goes on alone
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
 RISEN = 0.5  # above the loss of the first steps: then the head does not learn yet, and goes on alone
-WORSE = 0.1  # than the loss of the second head, at most: that of a selection that is kept
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
 _BEGIN = 2  # the first steps
@@ -60,6 +61,7 @@ class Beginning:
         self._first: list[torch.Tensor | float] = []  # losses of the run
         self._beside: list[torch.Tensor | float] = []  # losses of the second head, one for each of `_after`
         self._loss_beside: torch.Tensor | float = math.nan  # of the last batch
+        self._samples = SeenSamples()
         self._seen = 0, False  # spans of the head alone, and whether its loss halved in the last one
 
     def see(self, loss: torch.Tensor | None) -> None:
@@ -103,14 +105,17 @@ class Beginning:
         if not may or len(self._losses) < _FEW:
             return self.end()
         self._after, self._undo = [], Undo(model, optimizer)
+        self._samples.mark()
         self._scale = self._scaler.state_dict() if self._scaler is not None else None
         self._undo.keep(params)
         if head and self._make_second is not None and not needs_closure(optimizer):
             self._second = self._make_second(optimizer, head, self._undo)
 
     def train_second_head(self, batch: Any, first: bool, last: bool) -> bool:
-        """Comes before each batch that a selection trains on, the `first` and the `last` of a step. Returns whether there is a
-        second head."""
+        """Comes before each batch that a step trains on, the `first` and the `last` of it. Returns whether there is a second
+        head."""
+        if not self.over and self._make_second is not None:
+            self._samples.add(batch)
         if self._second is not None:
             self._loss_beside = self._second.train(batch, first, last)
         return self._second is not None
@@ -146,6 +151,7 @@ class Beginning:
             self._second.take_over_(optimizer)
         share = 0.0 if self.tries or not learns else SMALLER
         self.tries, self._after, self._beside = self.tries + 1, [], []
+        self._samples.mark()
         if not share:
             self.end()
         return why, share
@@ -153,20 +159,25 @@ class Beginning:
     def _found(self) -> tuple[str | None, bool]:
         """What is wrong with the selection, and whether the head alone learns: otherwise it is no measure."""
         after, before, beside = map(_late, (self._after, self._losses, self._beside))
-        learns = self._second is None or (math.isfinite(beside) and not self._has_risen(beside))
-        if not after <= before and math.isfinite(before):
-            return f"the loss is {after:.4g}, the head left it at {before:.4g}", learns
-        if self._second is not None and not (learns and self._is_near()):
-            return f"the loss is {after:.4g}, that of the head alone {beside:.4g}", learns
-        return None, learns
+        if self._second is None:
+            back = after <= before or not math.isfinite(before)
+            return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
+        learns, are_new = math.isfinite(beside) and not self._has_risen(beside), self._samples.are_new()
+        if learns and self._keeps_up(are_new):
+            return None, learns
+        where = "new samples" if are_new else "samples that were seen before"
+        return f"the loss on {where} is {after:.4g}, that of the head alone {beside:.4g}", learns
 
-    def _is_near(self) -> bool:
-        """Whether the late losses of the selection are no more than a tenth above those of the second head on the same batches,
-        but for one standard error: means over a few small batches scatter."""
+    def _keeps_up(self, are_new: bool) -> bool:
+        """On new samples, whether the late losses of the selection are no more than a standard error above those of the second
+        head; on others, whether they are more than that below: a larger part learns those by heart sooner."""
         pairs = zip(_read(self._after or []), _read(self._beside), strict=False)
-        above = [one - other - WORSE * abs(other) for one, other in pairs if math.isfinite(one - other)]
-        above = above[len(above) // 2 :]
-        return len(above) > 1 and fmean(above) <= stdev(above) / len(above) ** 0.5
+        below = [other - one for one, other in pairs if math.isfinite(one - other)]
+        below = below[len(below) // 2 :]
+        if len(below) < 2:
+            return False
+        error = stdev(below) / len(below) ** 0.5
+        return fmean(below) >= -error if are_new else fmean(below) > error
 
     def _has_risen(self, loss: float) -> bool:
         """Whether it is far above that of the first steps."""
@@ -176,19 +187,21 @@ class Beginning:
     def end(self) -> None:
         """No further selection is judged."""
         self.over, self._losses, self._after, self._undo, self._scale = True, [], None, None, None
-        self._second, self._first, self._beside = None, [], []
+        self._second, self._first, self._beside, self._samples = None, [], [], SeenSamples()
 
     def state(self) -> dict[str, Any]:
         """In plain types."""
         after = None if self._after is None else _read(self._after)
         undo, second = (None if one is None else one.state() for one in (self._undo, self._second))
         losses = {"losses": _read(self._losses), "after": after, "first": _read(self._first), "beside": _read(self._beside)}
-        return {"tries": self.tries, "over": self.over, **losses, "undo": undo, "second": second, "scale": self._scale}
+        held = {"undo": undo, "second": second, "scale": self._scale, "samples": self._samples.state()}
+        return {"tries": self.tries, "over": self.over, **losses, **held}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.tries, self.over, self._seen = state["tries"], state["over"], (0, False)
         self._losses, self._first, self._beside = (list(state[name]) for name in ("losses", "first", "beside"))
         self._after = None if state["after"] is None else list(state["after"])
+        self._samples.load(state["samples"], next(model.parameters()).device)
         self._scale, self._undo, self._second = state["scale"], None, None
         if state["undo"] is not None:
             self._undo = Undo(model, optimizer)
