@@ -6,9 +6,9 @@ to it. While the loss halves, the head goes on alone: what it learns by itself, 
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
 change under the head. After as many steps as were planned for the head, it must not be measurably above that of the second
-head. Where the run has seen these samples before, it must be measurably below: a larger part learns samples by heart sooner,
-whether it learns anything else or not. If a selection fails, it does not help, or the rate is too high for so many layers. Then
-the run goes on from where it would be with the head alone, and tries fewer.
+head. If the head learns fast by itself, it must be measurably below: then more layers soon learn the same samples by heart. If
+a selection fails, it does not help, or the rate is too high for so many layers. Then the run goes on from where it would be
+with the head alone, and tries fewer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import nn
 from pliant.runtime.optimizer_step import needs_closure
 from pliant.session.delta import Undo
 from pliant.session.second_head import SecondHead
-from pliant.session.seen_samples import SeenSamples
 
 MakeSecond = Callable[[torch.optim.Optimizer, Collection[str], Undo], SecondHead]
 
 FAST = 0.5  # of the loss before, in half as many steps as the head has at least: then it goes on alone
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
 RISEN = 0.5  # above the loss of the first steps: then the head does not learn yet, and goes on alone
+FAST_ALONE = 0.6  # of the loss at which the head was left: then it learns fast by itself, and layers must do better
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
 _BEGIN = 2  # the first steps
@@ -61,7 +61,6 @@ class Beginning:
         self._first: list[torch.Tensor | float] = []  # losses of the run
         self._beside: list[torch.Tensor | float] = []  # losses of the second head, one for each of `_after`
         self._loss_beside: torch.Tensor | float = math.nan  # of the last batch
-        self._samples = SeenSamples()
         self._seen = 0, False  # spans of the head alone, and whether its loss halved in the last one
 
     def see(self, loss: torch.Tensor | None) -> None:
@@ -105,17 +104,14 @@ class Beginning:
         if not may or len(self._losses) < _FEW:
             return self.end()
         self._after, self._undo = [], Undo(model, optimizer)
-        self._samples.mark()
         self._scale = self._scaler.state_dict() if self._scaler is not None else None
         self._undo.keep(params)
         if head and self._make_second is not None and not needs_closure(optimizer):
             self._second = self._make_second(optimizer, head, self._undo)
 
     def train_second_head(self, batch: Any, first: bool, last: bool) -> bool:
-        """Comes before each batch that a step trains on, the `first` and the `last` of it. Returns whether there is a second
-        head."""
-        if not self.over and self._make_second is not None:
-            self._samples.add(batch)
+        """Comes before each batch that a selection trains on, the `first` and the `last` of a step. Returns whether there is a
+        second head."""
         if self._second is not None:
             self._loss_beside = self._second.train(batch, first, last)
         return self._second is not None
@@ -151,7 +147,6 @@ class Beginning:
             self._second.take_over_(optimizer)
         share = 0.0 if self.tries or not learns else SMALLER
         self.tries, self._after, self._beside = self.tries + 1, [], []
-        self._samples.mark()
         if not share:
             self.end()
         return why, share
@@ -162,22 +157,21 @@ class Beginning:
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        learns, are_new = math.isfinite(beside) and not self._has_risen(beside), self._samples.are_new()
-        if learns and self._keeps_up(are_new):
+        learns = math.isfinite(beside) and not self._has_risen(beside)
+        if learns and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
             return None, learns
-        where = "new samples" if are_new else "samples that were seen before"
-        return f"the loss on {where} is {after:.4g}, that of the head alone {beside:.4g}", learns
+        return f"the loss is {after:.4g}, the head alone went from {before:.4g} to {beside:.4g}", learns
 
-    def _keeps_up(self, are_new: bool) -> bool:
-        """On new samples, whether the late losses of the selection are no more than a standard error above those of the second
-        head; on others, whether they are more than that below: a larger part learns those by heart sooner."""
+    def _keeps_up(self, fast: bool) -> bool:
+        """Whether the late losses of the selection are no more than a standard error above those of the second head on the same
+        batches; if the head learns `fast` by itself, whether they are more than that below."""
         pairs = zip(_read(self._after or []), _read(self._beside), strict=False)
         below = [other - one for one, other in pairs if math.isfinite(one - other)]
         below = below[len(below) // 2 :]
         if len(below) < 2:
             return False
         error = stdev(below) / len(below) ** 0.5
-        return fmean(below) >= -error if are_new else fmean(below) > error
+        return fmean(below) > error if fast else fmean(below) >= -error
 
     def _has_risen(self, loss: float) -> bool:
         """Whether it is far above that of the first steps."""
@@ -187,21 +181,19 @@ class Beginning:
     def end(self) -> None:
         """No further selection is judged."""
         self.over, self._losses, self._after, self._undo, self._scale = True, [], None, None, None
-        self._second, self._first, self._beside, self._samples = None, [], [], SeenSamples()
+        self._second, self._first, self._beside = None, [], []
 
     def state(self) -> dict[str, Any]:
         """In plain types."""
         after = None if self._after is None else _read(self._after)
         undo, second = (None if one is None else one.state() for one in (self._undo, self._second))
         losses = {"losses": _read(self._losses), "after": after, "first": _read(self._first), "beside": _read(self._beside)}
-        held = {"undo": undo, "second": second, "scale": self._scale, "samples": self._samples.state()}
-        return {"tries": self.tries, "over": self.over, **losses, **held}
+        return {"tries": self.tries, "over": self.over, **losses, "undo": undo, "second": second, "scale": self._scale}
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.tries, self.over, self._seen = state["tries"], state["over"], (0, False)
         self._losses, self._first, self._beside = (list(state[name]) for name in ("losses", "first", "beside"))
         self._after = None if state["after"] is None else list(state["after"])
-        self._samples.load(state["samples"], next(model.parameters()).device)
         self._scale, self._undo, self._second = state["scale"], None, None
         if state["undo"] is not None:
             self._undo = Undo(model, optimizer)

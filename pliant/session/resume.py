@@ -21,7 +21,7 @@ from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/16"
+FORMAT = "pliant.session/15"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
