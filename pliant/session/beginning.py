@@ -5,10 +5,10 @@ the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.1005
 to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
-change under the head. After as many steps as were planned for the head, it must not be measurably above that of the second
-head. If the head learns fast by itself, it must be measurably below: then more layers soon learn the same samples by heart. If
-a selection fails, it does not help, or the rate is too high for so many layers. Then the run goes on from where it would be
-with the head alone, and tries fewer.
+change under the head. After as many steps as were planned for the head, it must not be above that of the first steps, nor
+measurably above that of the second head. If the head learns fast by itself, it must be measurably below: then more layers soon
+learn the same samples by heart. If a selection fails, it does not help, or the rate is too high for so many layers. Then the
+run goes on from where it would be with the head alone, and tries fewer.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class Beginning:
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        learns = math.isfinite(beside) and not self._has_risen(beside)
-        if learns and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
+        learns, begun = math.isfinite(beside) and not self._has_risen(beside), _mean(_read(self._first))
+        if learns and after <= begun and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
             return None, learns
         return f"the loss is {after:.4g}, the head alone went from {before:.4g} to {beside:.4g}", learns
 
