@@ -17,7 +17,7 @@ import torch
 from command import run, text
 from torch import nn
 
-from pliant import Profile, Session, measure, recipes, runlog
+from pliant import Budget, BudgetError, Profile, Session, measure, recipes, runlog
 from pliant.cost import kept_profiles
 from pliant.runtime.batchnorm import NormRule
 from pliant.runtime.sealed import seal_json
@@ -89,6 +89,31 @@ def test_a_second_session_measures_nothing(cache: Path, tmp_path: Path, monkeypa
     start = next(runlog.read(log))
     assert start["origin"]["cached"] and start["origin"]["took"] == first.origin["took"]
     assert not notes(log)
+
+
+def test_seconds_that_no_run_could_begin_with_are_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with more repeats; also where they were kept."""
+    asked: list[int | None] = []
+
+    def disturbed(*what: Any, repeats: int | None = None, **how: Any) -> Profile:
+        asked.append(repeats)
+        profile = measure.timed(*what, **how)
+        slow = sum(profile.seconds) if repeats is None else 0.0
+        return replace(profile, base=replace(profile.base, seconds=slow), plain=None)
+
+    monkeypatch.setattr(kept_profiles, "timed", disturbed)
+    policy = replace(recipes.pliant(time=0.5), cost=disturbed)
+    found = profile_of(policy=policy)
+    assert asked == [None, 5] and found.base.seconds == 0.0
+    assert profile_of(policy=policy).base.seconds == 0.0 and len(asked) == 2  # this one was kept
+    slow = replace(found, base=replace(found.base, seconds=10.0))
+    slow.save(files(cache)[0])
+    assert profile_of(policy=policy).base.seconds == 0.0 and asked[2:] == [None, 5]
+    with pytest.raises(BudgetError, match="below the floor"):
+        profile_of(policy=replace(policy, budget=Budget(time=1e-9)))
+    assert asked[4:] == [None, 5]
+    profile_of(policy=replace(policy, budget=Budget(time=1.0)))
+    assert len(asked) == 6, "what was measured for another budget serves again"
 
 
 def frozen() -> nn.Module:

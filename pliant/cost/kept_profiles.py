@@ -38,6 +38,7 @@ from pliant.runtime.files import cache_folder
 from pliant.runtime.optimizer_step import Update
 
 _WAY = 3  # of measuring: another number where `measure.timed` finds other prices or bytes than before
+_SURELY = 5  # repeats of what is measured again
 _MOST = 100  # profiles that are kept: the oldest leave, so that changing batches do not fill a disk
 _NAME = re.compile(r"[0-9a-f]{32}\.json")
 
@@ -70,8 +71,11 @@ def recall(
     around: Around,
     prices: KernelPrices,
     ready: Ready | None,
+    will_do: Callable[[Profile], bool] = lambda profile: True,
 ) -> tuple[Profile, str | None]:
     """The profile that is kept for these conditions, else a new one by `cost`, which is kept; and what a log should say.
+
+    Seconds that will not do, since a run could not begin with them, are measured again and longer: they may be noise.
 
     The origin of one from the cache says so (`cached`), and how many seconds it took to measure (`took`). A measurement may
     have to `spare` the memory of a budget; where there is none to spare, bytes are counted from shapes. Only what `timed` finds
@@ -81,9 +85,12 @@ def recall(
     def measured() -> Profile:
         how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm}
         how |= {"around": around, "prices": prices, "ready": ready}
-        if spare is None and cost is timed:
-            how["follow"] = False
-        return (within(cost, spare) if spare is not None else cost)(model, optimizer, loss, batch, **how)
+        if spare is not None:
+            return within(cost, spare)(model, optimizer, loss, batch, **how)
+        if cost is not timed:
+            return cost(model, optimizer, loss, batch, **how)
+        found = timed(model, optimizer, loss, batch, **how, follow=False)
+        return found if will_do(found) else timed(model, optimizer, loss, batch, **how, follow=False, repeats=_SURELY)
 
     keeps = cost is timed and (spare is None or needs_seconds(model, spare)) and os.environ.get("PLIANT_PROFILES") != "off"
     place = folder() if keeps else None
@@ -97,7 +104,9 @@ def recall(
     path = place / f"{key}.json"
     try:
         profile = _checked(Profile.load(path, now), key, graph)
-        return replace(profile, origin={**profile.origin, "cached": True}), None
+        if will_do(profile):
+            return replace(profile, origin={**profile.origin, "cached": True}), None
+        why = None
     except FileNotFoundError:
         why = None
     except (OSError, ValueError) as error:

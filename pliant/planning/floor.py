@@ -18,10 +18,24 @@ from pliant.planning.solve import SLACK, Problem
 
 def least_bytes(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> int:
     """Bytes of the cheapest step."""
+    return min((cost.bytes for cost in _least(policy, profile, units)), default=0)
+
+
+def has_time(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> bool:
+    """Whether the cheapest step keeps the time that is asked for when a run begins, or a full step does."""
+    if policy.budget.time is None:
+        return True
+    asked = Budget(time=policy.budget.time).limits(profile.full, Progress())["seconds"]
+    least = min((cost.seconds for cost in _least(policy, profile, units)), default=0.0)
+    return min(least, profile.full.seconds) <= asked * (1 + SLACK)
+
+
+def _least(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> list[Cost]:
+    """The costs of the steps that may be the cheapest."""
     always = [unit for unit, taken in zip(units, always_chosen(policy, profile, units), strict=True) if taken]
     if always:
-        return profile.cost(always).bytes
-    return min((profile.cost([unit]).bytes for unit in units if profile.due([unit])), default=0)
+        return [profile.cost(always)]
+    return [profile.cost([unit]) for unit in units if profile.due([unit])]
 
 
 def always_chosen(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> NDArray[np.bool_]:

@@ -27,7 +27,7 @@ from pliant.cost.limited import is_counted
 from pliant.cost.measure import facts, origin, read_graph
 from pliant.cost.profile import Profile
 from pliant.engine.kernels.prices import PRICES
-from pliant.planning.floor import always_chosen, in_reach, least_bytes, leaving_room
+from pliant.planning.floor import always_chosen, has_time, in_reach, least_bytes, leaving_room
 from pliant.planning.plan import plan, without
 from pliant.planning.policy import Policy
 from pliant.planning.solve import fixed
@@ -77,27 +77,27 @@ class Controller:
         around: Around,
         ready: Ready | None,
         ranks: Ranks,
+        mode: Mode,
     ) -> str | None:
         """Measure costs and name the units, on the first batch. Every parameter must be as the user left it.
 
         `around` and `ready` hold where whole parameters are chosen. Seconds of an earlier run serve again. Returns a log line.
         """
-        note = None
-        graph = read_graph(model, loss, batch, norm, kernels=is_counted(model, self.policy.budget))
-        units = self.policy.units(graph)
+        note, graph = None, read_graph(model, loss, batch, norm, kernels=is_counted(model, self.policy.budget))
+        units = self.units = self.policy.units(graph)
         if self.profile is None:
             # A GradScaler skips steps whose gradients are not finite, and without real values they may not be.
             spare = self.policy.budget if self.policy.budget.memory is not None and update.scaler is None else None
             whole = all(part.dim is None for unit in units for part in unit.parts)
             how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "spare": spare}
             how |= {"around": around if whole else nullcontext, "ready": ready if whole and not facts(graph) else None}
+            how["will_do"] = lambda profile: has_time(self.policy, profile.on(mode), units)
             recalled = partial(recall, self.policy.cost, model, optimizer, loss, batch, **how)
             self.profile, note = ranks.each(recalled)[0] if ranks.shards else ranks.first(recalled)
         elif self._check:
             self.profile.check_origin(origin(model, batch, update, norm))
         if facts(graph):  # also where the profile is of another loss
             self.profile = replace(self.profile, origin={**facts(graph), **self.profile.origin})
-        self.units = units
         return note
 
     def keep_only(self, params: Collection[str]) -> None:
