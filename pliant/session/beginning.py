@@ -157,20 +157,24 @@ class Beginning:
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        learns, begun = math.isfinite(beside) and not self._has_risen(beside), _mean(_read(self._first))
-        if learns and after <= begun and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
+        learns = math.isfinite(beside) and not self._has_risen(beside)
+        if learns and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
             return None, learns
         return f"the loss is {after:.4g}, the head alone went from {before:.4g} to {beside:.4g}", learns
 
     def _keeps_up(self, fast: bool) -> bool:
         """Whether the late losses of the selection are no more than a standard error above those of the second head on the same
-        batches; if the head learns `fast` by itself, whether they are more than that below."""
+        batches; if the head learns `fast` by itself, whether they are more than that below. Nor may they be so far above those
+        of the first steps: a network that guesses keeps up with a head that has not begun to learn."""
         pairs = zip(_read(self._after or []), _read(self._beside), strict=False)
-        below = [other - one for one, other in pairs if math.isfinite(one - other)]
-        below = below[len(below) // 2 :]
-        if len(below) < 2:
+        late = [(one, other - one) for one, other in pairs if math.isfinite(one - other)]
+        late = late[len(late) // 2 :]
+        if len(late) < 2:
             return False
-        error = stdev(below) / len(below) ** 0.5
+        losses, below = zip(*late, strict=True)
+        risen, error = fmean(losses) - _mean(_read(self._first)), stdev(below) / len(late) ** 0.5
+        if risen > stdev(losses) * (1 / len(self._first) + 1 / len(late)) ** 0.5:
+            return False
         return fmean(below) > error if fast else fmean(below) >= -error
 
     def _has_risen(self, loss: float) -> bool:
