@@ -22,6 +22,7 @@ from zoo import ZOO, Case, adamw, failing, fingerprint, mid_training, sgd
 from pliant import Mode, Part, Profile, ProfileMismatch, Unit, measure
 from pliant.cost import node_timing as passes
 from pliant.cost import step_timing as trial
+from pliant.cost.optimizer_sizes import optimizer_sizes, state_sizes
 from pliant.cost.profile import Charge, ChargeKind
 from pliant.engine.kernels import prices as kernel_prices
 from pliant.graph.backward import read, trainable, walk
@@ -479,7 +480,7 @@ def test_a_parameter_outside_the_optimizer_has_a_gradient_but_no_state() -> None
 def test_the_optimizers_scratch_memory_is_tried_out(foreach: bool) -> None:
     """AdamW makes tensors like the parameter on its way, for one after the other or (foreach) for all at once."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    sizes = trial.optimizer_sizes(torch.optim.AdamW(model.parameters(), foreach=foreach), trainable(model))
+    sizes = optimizer_sizes(torch.optim.AdamW(model.parameters(), foreach=foreach), trainable(model))
     assert sizes["together"] == foreach
     for name, param in model.named_parameters():
         assert sizes["state"][name] == 2 * param.numel() * 4 + 4
@@ -494,14 +495,14 @@ def test_the_optimizers_state_is_known_without_its_memory(kind: Any, more: dict[
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
     optimizer = kind(model.parameters(), lr=0.1, **more, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     with LiveBytes(torch.device("cpu")) as live:
-        found = trial.state_sizes(optimizer, trainable(model))
-    assert found == trial.optimizer_sizes(optimizer, trainable(model))["state"]
+        found = state_sizes(optimizer, trainable(model))
+    assert found == optimizer_sizes(optimizer, trainable(model))["state"]
     assert "fused" in more or live.peak < 64 * 64 * 4
 
 
 def test_parameters_outside_the_optimizer_have_no_sizes() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4))
-    sizes = trial.optimizer_sizes(torch.optim.AdamW(model[1].parameters()), trainable(model))
+    sizes = optimizer_sizes(torch.optim.AdamW(model[1].parameters()), trainable(model))
     assert set(sizes["state"]) == set(sizes["scratch"]) == {"1.weight", "1.bias"}
 
 
@@ -764,7 +765,7 @@ def test_work_that_no_hook_sees_is_spread_over_the_nodes(monkeypatch: pytest.Mon
 
 def test_the_optimizer_is_priced_by_tensor_and_by_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
-    clock, step = Clock(lambda *_: 0.0), trial.scratch_step
+    clock, step = Clock(lambda *_: 0.0), sandbox_module.scratch_step
 
     def priced_step(like: torch.optim.Optimizer) -> None:
         step(like)
@@ -781,33 +782,41 @@ def test_the_optimizer_is_priced_by_tensor_and_by_byte(monkeypatch: pytest.Monke
 
 
 def test_prices_are_of_steps_as_they_run_and_shares_of_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that spares four fifths of what lies before the first trained layer, and kernels twice as fast after it."""
-    model, x, speed = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))), torch.randn(5, 6), 1.0
+    """Kernels that are twice as fast inside of `around()`, also in backward, and an engine that spares four fifths of what lies
+    before the first trained layer."""
+    model, x, speed, is_inside = nn.Sequential(*(nn.Linear(6, 6) for _ in range(6))), torch.randn(5, 6), 1.0, False
     clock = Clock(lambda *op: products(*op) * speed)
     layer = 5 * 6 * 6.0  # MACs
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        nonlocal speed, is_inside
+        speed, is_inside = 0.5, True
+        yield
+        is_inside = False
 
     def ready(batch: torch.Tensor) -> Callable[[], torch.Tensor]:
         frozen = next(i for i in range(6) if any(param.requires_grad for param in model[i].parameters()))
 
         def forward() -> torch.Tensor:
-            nonlocal speed
-            value = mean_square(model, batch)
-            clock.now -= 0.8 * frozen * layer + 0.5 * (6 - frozen) * layer
-            speed = 0.5
+            with around():
+                value = mean_square(model, batch)
+            clock.now -= (0.5 - 0.2) * frozen * layer
             return value
 
         return forward
 
-    def paused(self: Watch, work: Callable[[], Any], lead: float = 0.0) -> Any:
+    def timed(self: Watch, work: Callable[[], Any], lead: float = 0.0) -> Any:
         nonlocal speed
+        speed = speed if is_inside else 1.0
         start = clock.now
         result = work()
-        speed = 1.0
         return clock.now - start, result
 
     with on_clock(monkeypatch, clock):
-        monkeypatch.setattr(Watch, "time", paused)
-        profile = measure.timed(model, sgd(model), mean_square, x, ready=ready)
+        monkeypatch.setattr(Watch, "time", timed)
+        profile = measure.timed(model, sgd(model), mean_square, x, around=around, ready=ready)
+    speed = 1.0
     assert profile.full.seconds == pytest.approx(really_runs(model, mean_square, x, profile.params)), "a plain step"
     as_run = profile.on(Mode(prefix=True))
     assert as_run.full == profile.full and profile.on(Mode()).spared == 0 < as_run.spared == profile.prefix_saves
@@ -821,7 +830,7 @@ def test_prices_are_of_steps_as_they_run_and_shares_of_plain_ones(monkeypatch: p
 @pytest.mark.parametrize("batches", [1, 3])
 def test_a_plain_full_step_takes_all_its_batches_and_one_update(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = norm_net()
-    clock, step = Clock(moving_price), trial.scratch_step
+    clock, step = Clock(moving_price), sandbox_module.scratch_step
 
     def priced_step(like: torch.optim.Optimizer) -> None:
         step(like)
@@ -862,7 +871,7 @@ def test_norms_that_are_not_chosen_are_timed_at_rest(norm: Any, monkeypatch: pyt
 
 def test_seconds_multiply_with_the_batches_of_a_step_but_the_optimizer_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
-    clock, step = Clock(), trial.scratch_step
+    clock, step = Clock(), sandbox_module.scratch_step
 
     def priced_step(like: torch.optim.Optimizer) -> None:
         step(like)

@@ -23,9 +23,10 @@ from pliant.cost.charge import ChargeKind
 from pliant.cost.mean import mean
 from pliant.cost.measurements import Sizes, Times
 from pliant.cost.node_timing import NodeTiming
+from pliant.cost.optimizer_sizes import optimizer_sizes, state_sizes
 from pliant.cost.peaks import Peaks, roof_seconds
 from pliant.cost.profile import Profile
-from pliant.cost.step_timing import StepTiming, optimizer_sizes, state_sizes
+from pliant.cost.step_timing import StepTiming
 from pliant.graph.backward import Graph, compute_loss, trainable
 from pliant.graph.readings import read_all
 from pliant.runtime import batches
@@ -117,8 +118,9 @@ def timed(
 
     - `graph`: what `read_graph` returned for the same model, loss, batch and `norm`.
     - `update`: clipping, scaling and accumulation.
-    - `around`, `ready`, `prices`: nodes are timed inside `around()`; whole steps run their forward pass by `ready(batch)`;
-      `prices` says where captured steps run custom kernels. The full step that a share refers to is always plain PyTorch.
+    - `around`, `ready`, `prices`: nodes and whole steps are timed inside `around()`. The head alone runs its forward pass by
+      `ready(batch)` too, which tells what an engine saves before the first trained layer. `prices` says where captured steps
+      run custom kernels. The full step that a share refers to is always plain PyTorch.
     - `repeats`: how often nodes and steps are timed.
     - `samples`: measure seconds on so many samples of the batch, scale them, and count bytes from shapes. For use where a full
       step does not fit into memory.
@@ -139,6 +141,8 @@ def timed(
         how |= {"ready": ready, "repeats": repeats, "samples": samples, "follow": follow}
         return mean([timed(model, optimizer, loss, batch, graph=one, **how) for one in graph.readings])
     where = _taken({**origin(model, batch, update, norm), **facts(graph), **({"samples": samples} if samples else {})})
+    # In a plain full step norms use batch statistics, and kernels are PyTorch's.
+    plain = norm == "frozen" or around is not nullcontext or ready is not None
     with sandbox(model), undisturbed():
         norms = BatchNormModes(model, norm)
         norms.hold_(params, params)
@@ -150,20 +154,15 @@ def timed(
         like = update.apart(), around, not graph.all_trainable, graph.seed, ready
         trial = StepTiming(model, optimizer, loss, some, params, norms, *like)
         stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
-        profile = trial.calibrated(
-            graph,
-            times.with_update(*stepping),
-            sizes,
-            where,
-            repeats,
-            steady=not passes.is_bound_by_launches,
-            # In a plain full step norms use batch statistics, and kernels are PyTorch's.
-            plain=norm == "frozen" or around is not nullcontext or ready is not None,
-            times_more=more,
-        )
-        if alone is not None:
-            captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
-            profile = replace(profile, other_seconds=captured.seconds)
+        times, steady = times.with_update(*stepping), not passes.is_bound_by_launches
+        draft = charges.profile(graph, times, sizes, where)
+        rungs, turns = trial.turns(graph, draft, repeats, steady, plain)
+    with sandbox(model), undisturbed():  # norms have their statistics back: what an engine makes of them serves the first steps
+        head = trial.by_engine(draft.head, repeats)
+        profile = trial.calibrated(graph, times, sizes, draft, rungs, turns, head, steady, plain, more)
+    if alone is not None:
+        captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
+        profile = replace(profile, other_seconds=captured.seconds)
     return profile
 
 

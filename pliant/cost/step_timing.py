@@ -27,9 +27,9 @@ from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import Watch
 from pliant.runtime.energy import Meter, MeterError
 from pliant.runtime.memory import LiveBytes, inference_peak
-from pliant.runtime.optimizer_step import Update, needs_closure
+from pliant.runtime.optimizer_step import Update
 from pliant.runtime.rng import seed_
-from pliant.runtime.sandbox import hide_step_, scratch, scratch_step
+from pliant.runtime.sandbox import hide_step_, scratch
 from pliant.runtime.working import told
 
 _NOISE = 0.01  # relative, of a whole step
@@ -53,7 +53,7 @@ class StepTiming:
     around: Around = nullcontext
     freeze: bool = True  # whether a step freezes what it does not train
     seed: int | None = None  # of the random numbers that each step starts from; None: they go on
-    ready: Ready | None = None  # how forward passes run; None: as PyTorch runs them, inside of `around()`
+    ready: Ready | None = None  # how the engine runs forward passes, if it does more than `around()`
     watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,8 +67,9 @@ class StepTiming:
             hide_step_(self._like)
         self._copies = dict(zip(self.mine, copies, strict=True))
 
-    def step(self, chosen: Collection[str]) -> float:
-        """Seconds of one whole step that trains these parameters."""
+    def step(self, chosen: Collection[str], ready: Ready | None = None) -> float:
+        """Seconds of one whole step that trains these parameters. `ready` makes its forward pass; None: PyTorch does, inside of
+        `around()`."""
         for name, param in self.params.items():
             param.requires_grad_(name in chosen or not self.freeze)
             param.grad = None
@@ -76,7 +77,7 @@ class StepTiming:
         for copy in self._copies.values():
             copy.grad = None
         self._trained = [name for name in self.params if name in chosen]
-        self._forward = self._as_written if self.ready is None else self.ready(self.batch)
+        self._forward = self._as_written if ready is None else ready(self.batch)
         if self.seed is not None:
             seed_(self.seed)
         seconds, _ = self.watch.time(self._step)
@@ -176,53 +177,68 @@ class StepTiming:
 
     # ------------------------------------------------------------ whole steps
 
-    def calibrated(
-        self,
-        graph: Graph,
-        times: Times,
-        sizes: Sizes,
-        origin: Mapping[str, Any],
-        repeats: int,
-        steady: bool = True,
-        plain: bool = False,
-        times_more: float = 1.0,
-    ) -> Profile:
-        """The profile whose parts are scaled so that they add up to whole steps, from the head alone to everything.
+    def turns(self, graph: Graph, draft: Profile, repeats: int, steady: bool, plain: bool) -> tuple[list[set[str]], Array]:
+        """What whole steps train, from little to everything, and what they take: a row for each turn.
 
-        The steps take turns, and each is compared with the full step of its turn: other work slows both. With `plain`, that is
-        a step of plain training: PyTorch's own kernels, and every mode as it is found. A GPU's clock is `steady` unless it
-        waits for the CPU. The profile is one of batches with so many `times_more` samples.
+        The last of each turn is its full step: other work slows all of them alike. With `plain`, that is a step of plain
+        training: PyTorch's own kernels, and every mode as it is found. A GPU's clock is `steady` unless it waits for the CPU.
         """
-        draft = charges.profile(graph, times, sizes, origin)
         few = repeats == 1 and not self.watch.cuda
-        # Where time is short, the head tells what an engine saves before the first trained layer, and nothing else.
-        rungs = _rungs(graph, draft, head=not few or self.ready is not None, deepest=not few, everything=not (few and plain))
+        rungs = _rungs(graph, draft, head=not few and self.ready is None, deepest=not few, everything=not (few and plain))
         *steps, full_step = [partial(self.step, rung) for rung in rungs] + [self._plain_step] * plain
 
-        def turn() -> list[float]:  # a first step makes what the engine needs, a first full step PyTorch's kernels
-            taken = [min(step() for _ in range(1 if self.ready is None else 2)) for step in steps]
-            return [*taken, min(full_step() for _ in range(2 if few else 1))]
+        def turn() -> list[float]:  # a first full step makes PyTorch's kernels; the others have run on the nodes
+            return [*(step() for step in steps), min(full_step() for _ in range(2 if few else 1))]
 
         some = range(1 if self.watch.cuda and steady else repeats)  # a steady clock needs one
         turns = np.array([turn() for _ in told("timing steps", some)])
         if (_shares(turns).max(0) > 1.2 * _shares(turns).min(0)).any():  # one of them was much disturbed
             turns = np.array([*turns, turn()])
+        return rungs, turns
+
+    def by_engine(self, chosen: Collection[str], repeats: int) -> list[float]:
+        """What a step takes whose forward pass the engine runs, if it does. The first makes what the engine needs."""
+        return [self.step(chosen, self.ready) for _ in range(repeats + 1)] if self.ready is not None else []
+
+    def calibrated(
+        self,
+        graph: Graph,
+        times: Times,
+        sizes: Sizes,
+        draft: Profile,
+        rungs: Sequence[Collection[str]],
+        turns: Array,
+        head: Sequence[float],
+        steady: bool,
+        plain: bool,
+        times_more: float,
+    ) -> Profile:
+        """The `draft` of a profile, with parts scaled to add up to whole steps: `turns` over these `rungs`, and steps of
+        the `head` alone by the engine, which tell what it saves before the first trained layer.
+
+        `steady` and `plain` are those of the turns. The profile is one of batches with so many `times_more` samples.
+        """
         full = turns[:, -1]
         measured = np.median(_shares(turns), axis=0) * (self.watch.typical(full.tolist()) if steady else full.min())
-        parts = np.array([_parts(graph, draft, times, rung) for rung in rungs])[:, : 6 + (self.ready is not None)]
-        scales = _scales(parts, measured[: len(rungs)], _TRUST[self.watch.cuda or self.ready is not None])
+        parts = np.array([[*_parts(graph, draft, times, rung)[:6], 0.0] for rung in rungs])
+        steps = [*turns.T[: len(rungs)]]
+        if head:
+            parts = np.array([_parts(graph, draft, times, draft.head), *parts])
+            steps, measured = [np.array(head), *steps], np.array([min(head), *measured])
+        parts = parts[:, : 6 + bool(head)]
+        scales = _scales(parts, measured[: len(parts)], _TRUST[self.watch.cuda or bool(head)])
         better = _rescaled(graph, times, scales)
         whole = np.array(_parts(graph, draft, times, self.params))[: len(scales)] * scales
         backward = whole.sum() - whole[[0, 3]].sum()
         profile = replace(
-            charges.profile(graph, better.of_more(times_more), sizes, origin, self.update.accumulate),
+            charges.profile(graph, better.of_more(times_more), sizes, draft.origin, self.update.accumulate),
             coverage=1 - float(whole[5] / backward) if backward > 0 else None,
             checks=tuple(
                 (float(p @ scales) * times_more, float(t.min()) * times_more, float(t.max()) * times_more)
-                for p, t in zip(parts, turns.T, strict=False)
+                for p, t in zip(parts, steps, strict=True)
             ),
         )
-        if self.ready is not None:
+        if head:
             profile = replace(profile, prefix_saves=min(float(scales[6] / max(scales[0], 1e-12)), 1.0))
         if not plain:
             return profile
@@ -232,12 +248,12 @@ class StepTiming:
     def _plain_step(self) -> float:
         """Seconds of a step of plain training."""
         self.norms.release_()
-        held = self.norms, self.around, self.ready
-        self.norms, self.around, self.ready = BatchNormModes(self.model, "as-is"), nullcontext, None
+        held = self.norms, self.around
+        self.norms, self.around = BatchNormModes(self.model, "as-is"), nullcontext
         try:
             return self.step(self.params)
         finally:
-            self.norms, self.around, self.ready = held
+            self.norms, self.around = held
 
 
 def _unit(names: Collection[str]) -> Unit:
@@ -326,75 +342,3 @@ def _rescaled(graph: Graph, times: Times, scales: Array) -> Times:
         times.per_tensor * update,
         times.per_byte * update,
     )
-
-
-def optimizer_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Bytes of optimizer state per parameter, read off the state that a fresh step makes, and of scratch memory beside it.
-
-    One parameter of each kind (shape, dtype, group) is tried.
-    """
-    group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    mine = {name: param for name, param in params.items() if id(param) in group_of}
-    kinds: dict[Any, tuple[int, int]] = {}
-    state, scratch_bytes = {}, {}
-    for name, param in mine.items():
-        kind = param.shape, param.dtype, group_of[id(param)]
-        if kind not in kinds:
-            like, copies = _with_state(optimizer, [param])
-            tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))
-            kinds[kind] = sum(t.numel() * t.element_size() for t in tensors), _step_peak(like)
-        state[name], scratch_bytes[name] = kinds[kind]
-    together = _takes_all_at_once(optimizer, mine, scratch_bytes)
-    return {"state": state, "scratch": scratch_bytes, "together": together}
-
-
-def state_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Bytes of optimizer state per parameter, from a step on tensors that have a shape and no memory.
-
-    Where an optimizer cannot take such a step, it takes a real one. The state of one that needs a closure does not count.
-    """
-    if needs_closure(optimizer):
-        return {}
-    group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    kinds: dict[Any, int] = {}
-    out = {}
-    for name, param in params.items():
-        if id(param) in group_of:
-            kind = param.shape, param.dtype, group_of[id(param)]
-            if kind not in kinds:
-                try:
-                    like, copies = _with_state(optimizer, [param], [torch.empty_like(param, device="meta")])
-                except (RuntimeError, ValueError):  # fused, or written for one kind of device
-                    like, copies = _with_state(optimizer, [param])
-                tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))
-                kinds[kind] = sum(t.numel() * t.element_size() for t in tensors)
-            out[name] = kinds[kind]
-    return out
-
-
-def _with_state(
-    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor] | None = None
-) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """A scratch optimizer that has taken a step."""
-    like, copies = scratch(optimizer, params, values=values)
-    for copy in copies:
-        copy.grad = torch.zeros_like(copy)
-    scratch_step(like)
-    return like, copies
-
-
-def _step_peak(like: torch.optim.Optimizer) -> int:
-    meter = LiveBytes(like.param_groups[0]["params"][0].device)
-    meter.forget()
-    with meter:
-        scratch_step(like)
-    return meter.peak
-
-
-def _takes_all_at_once(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], alone: Mapping[str, int]) -> bool:
-    """Whether a step over several parameters takes up the scratch memory of all of them together (as `foreach` does)."""
-    few = sorted(params, key=lambda name: -alone[name])[:4]
-    if len(few) < 2 or not alone[few[0]]:
-        return False
-    like, _ = _with_state(optimizer, [params[name] for name in few])
-    return _step_peak(like) > (alone[few[0]] + sum(alone[name] for name in few)) / 2
