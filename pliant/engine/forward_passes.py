@@ -15,6 +15,7 @@ from pliant.engine.around import around_forward
 from pliant.engine.compiled_parts import CompiledParts
 from pliant.engine.kernels.switch import CustomKernels, Swapped
 from pliant.engine.prefix.prefix import CachedRows, Prefix
+from pliant.engine.prefix.prefix_model import Held
 from pliant.engine.slices.slices import Slices
 from pliant.engine.why_not import News
 from pliant.graph.backward import compute_loss
@@ -102,6 +103,31 @@ class ForwardPasses:
         self._news.not_lean |= set(getattr(inside, "not_lean", ()))
         if self.mode.lean and self._compiled.has_scripted:
             self._news.not_lean.add("scripted modules")
+
+    # ------------------------------------------------------------ the network as it was
+
+    @property
+    def held(self) -> Held:
+        """What runs the prefix of a forward pass like those of now, also when its weights will have changed."""
+        return self._prefix.held() if self.ready is not None else {}
+
+    def hold(self, batch: Any) -> Held:
+        """The same, made here for such a batch."""
+        if self.ready is not None:
+            with self.forward():
+                self._rehearse(batch, None)
+        return self.held
+
+    def loss_with(self, held: Held, batch: Any) -> torch.Tensor:
+        """The loss of a batch whose prefix runs as it was held, or, where it was not, as the network is now."""
+        forward = partial(compute_loss, self._model, self._loss, batch)
+        if held:
+            with self.forward():
+                value = self._prefix.run_held(held, forward, batch)
+            if value is not None:
+                return value
+        with self.around():
+            return forward()
 
     # ------------------------------------------------------------ measured steps
 

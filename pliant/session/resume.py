@@ -21,7 +21,7 @@ from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/15"
+FORMAT = "pliant.session/16"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
@@ -79,7 +79,7 @@ _STATE = {
         **{key: [NUMBER] for key in ("losses", "first", "beside")},
         "after": Either(None, [NUMBER]),
         "undo": _UNDO,
-        "second": Either(None, {"params": {str: torch.Tensor}, "state": _STATES}),
+        "second": Either(None, {"params": {str: torch.Tensor}, "state": _STATES, "held": [[[int]]]}),
         "scale": Either(None, {str: NUMBER}),
     },
     "not_captured": Either(None, str),

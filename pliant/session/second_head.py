@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pliant.engine.engine import Engine
-from pliant.graph.backward import compute_loss
+from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.clock import Laps, RunTime
 from pliant.runtime.optimizer_step import Update
@@ -24,7 +24,8 @@ class SecondHead:
     """A copy of the head and of its optimizer state. It trains on every batch that the selection trains on, on the features of
     the network as it was when the selection came into force.
 
-    Each batch costs a forward pass, and the head's backward pass. Weights, buffers, gradients, the optimizer and random states
+    Each batch costs a forward pass, and the head's backward pass. What ran on an inference runtime while the head was alone
+    still does: the runtime's model holds the weights as they were. Weights, buffers, gradients, the optimizer and random states
     are left as they are; side effects of the loss happen once more.
     """
 
@@ -48,6 +49,8 @@ class SecondHead:
         self._scaler = update.scaler
         self._update = replace(update, scaler=None, on_nan="skip" if update.reads_gradients else update.on_nan)
         self._params = {name: param for name, param in among.items() if name in head}
+        self._held = dict(engine.held)
+        self._to_hold: list[Any] = []  # shapes of batches whose prefix was held before the run was stopped
         self._copies: dict[str, nn.Parameter] = {}
         self._follow(optimizer, {name: param.detach() for name, param in self._params.items()})
         for name, param in self._params.items():
@@ -85,8 +88,10 @@ class SecondHead:
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
         train = None if self._engine.origin.get("differentiates") == "parameters" else self._params
         with sandbox(self._model, train), self._was.as_it_was({name: own.detach() for name, own in self._copies.items()}):
-            with self._engine.around():
-                value = compute_loss(self._model, self._loss, batch)
+            if (shapes := batches.shapes(batch)) in self._to_hold:
+                self._to_hold.remove(shapes)
+                self._held |= self._engine.hold(batch)
+            value = self._engine.loss_with(self._held, batch)
             scaled = value if self._scaler is None else self._scaler.scale(value)
             grads = self._update.gradients(scaled, [*self._params.values()])
         for own, grad in zip(self._copies.values(), grads, strict=True):
@@ -112,10 +117,12 @@ class SecondHead:
         """In plain types."""
         params = {name: own.detach().clone() for name, own in self._copies.items()}
         state = {name: copy.deepcopy(self._like.state.get(own)) for name, own in self._copies.items()}
-        return {"params": params, "state": state}
+        held = [[list(shape) for shape, *_ in shapes] for *_, shapes in self._held]
+        return {"params": params, "state": state, "held": [*held, *self._to_hold]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         device = next(iter(self._params.values())).device
         self._follow(self._optimizer, {name: value.to(device) for name, value in state["params"].items()})
         for name, held in state["state"].items():
             self._keep_state(name, on(device, held))
+        self._held, self._to_hold = {}, [*state["held"]]

@@ -32,13 +32,14 @@ from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.inference import KEPT, PrefixInference
 from pliant.engine.prefix.int8 import SAMPLES, Calibration
-from pliant.engine.prefix.prefix_model import Export, InferenceRuntime, first_line, why_not
+from pliant.engine.prefix.prefix_model import Export, Held, InferenceRuntime, first_line, why_not
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
+from pliant.engine.prefix.program_key import autocast_state, model_state
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
 from pliant.engine.prefix.replaced_modules import entering, find_replaced, forwards
-from pliant.engine.prefix.replay import LEAKS, CacheHit, Diverged, Replay, autocast
+from pliant.engine.prefix.replay import LEAKS, CacheHit, Diverged, Replay
 from pliant.runtime import batches
-from pliant.runtime.torch_internals import GLOBAL_FORWARD_HOOKS, without_function_modes
+from pliant.runtime.torch_internals import without_function_modes
 
 _PROGRAMS = 8  # kept at a time
 _MAX_DIVERGED = 3  # passes that may diverge before recording stops, and one more for every 20 that do not
@@ -221,8 +222,27 @@ class Prefix:
         shapes = tuple((tensor.shape[1:], tensor.dtype) for tensor in batch)
         calibration = self._calibration(plan, batch)
         number = None if calibration is None else calibration.number
-        features.begin((_autocast(), shapes, plan.like, plan.signature(), number))  # whatever is chosen after the prefix
+        features.begin((autocast_state(), shapes, plan.like, plan.signature(), number))  # whatever is chosen after the prefix
         return features.get(ids, plan.values[plan.frontier[0]].device)
+
+    def held(self) -> Held:
+        """The programs whose prefix has an up-to-date model, by their keys. The models hold the weights of now."""
+        found = {key: (plan, plan.on_runtime) for key, plan in self._programs.items() if plan.on_runtime is not None}
+        return {key: (plan, model) for key, (plan, model) in found.items() if model.fits(plan)}
+
+    def run_held(self, held: Held, forward: Callable[[], torch.Tensor], batch: Any) -> torch.Tensor | None:
+        """forward() behind what a held model computes, whatever the weights of its prefix are by now. None: there is none."""
+        with without_function_modes():
+            tensors = list(batches.tensors(batch))
+            key, _ = self._key(tensors, False, None)
+            if key not in held:
+                return None
+            plan, model = held[key]
+            try:
+                found = model.run(plan, tensors)
+            except Exception:  # PyTorch can run the prefix, or has its own words for what is wrong
+                return None
+        return self._replay(key, plan, forward, tensors, None, found, False)
 
     def knows(self, batch: Any, ids: Any = None, choice: Hashable = None) -> bool:
         """Whether `run` would replay a program, and not record one."""
@@ -232,8 +252,8 @@ class Prefix:
 
     def _key(self, tensors: list[torch.Tensor], kept: bool, choice: Hashable) -> tuple[tuple[Any, ...], bool]:
         """The key of the program; and whether modules have hooks."""
-        state, is_hooked = _state(self.model)
-        inside = choice, state, _autocast(), torch.is_grad_enabled(), self.runtime is not None
+        state, is_hooked = model_state(self.model)
+        inside = choice, state, autocast_state(), torch.is_grad_enabled(), self.runtime is not None
         return (kept, inside, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)), is_hooked
 
     def _record(
@@ -364,29 +384,3 @@ class Prefix:
             self.reasons["program"] = mode.diverged
             self._programs.pop(key, None)
         return out
-
-
-def _state(model: nn.Module) -> tuple[Hashable, bool]:
-    """The state of a model that decides which program runs; and whether a module inside of it has hooks."""
-    parts: list[Any] = []
-    stack, seen, is_hooked = [model], {id(model)}, any(GLOBAL_FORWARD_HOOKS)
-    while stack:
-        inside = stack.pop()
-        parts.append(inside.training)
-        for param in inside._parameters.values():
-            if param is not None:
-                parts.append(param.requires_grad)
-        if inside._forward_hooks or inside._forward_pre_hooks:
-            parts.append((*inside._forward_hooks, *inside._forward_pre_hooks))
-            is_hooked |= inside is not model
-        if inside._backward_hooks or inside._backward_pre_hooks:
-            parts.append((*inside._backward_hooks, *inside._backward_pre_hooks))
-        for other in inside._modules.values():
-            if other is not None and id(other) not in seen:
-                seen.add(id(other))
-                stack.append(other)
-    return (tuple(parts), is_hooked), is_hooked
-
-
-def _autocast() -> Hashable:
-    return autocast("cpu"), autocast("cuda")

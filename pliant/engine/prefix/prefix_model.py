@@ -88,6 +88,9 @@ class PrefixModel:
         return tuple(made.values())
 
 
+Held = Mapping[Any, tuple[PrefixPlan, PrefixModel]]  # by the key of the program
+
+
 def _input(number: int) -> str:
     return f"input_{number}"
 
