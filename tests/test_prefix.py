@@ -468,6 +468,14 @@ class Into(Residual):
     space = torch.zeros(1, 3, 8, 8).double()
 
 
+class Dropped(Residual):
+    """Dropout before the head, and what depends on it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.three(self.two(self.one(self.stem(x))))
+        return self.head(F.relu(F.dropout(x.mean((2, 3)), 0.5, self.training) * 2.0))
+
+
 REFUSED = [
     (Case("dropout", lambda: Text(0.5), ("second", "head"), text_loss, texts), "draws random numbers"),
     (Case("noise", Noise, ("three", "head")), "draws random numbers"),
@@ -496,6 +504,21 @@ def test_what_cannot_be_kept_is_computed(case: Case, why: str) -> None:
             torch.testing.assert_close(ours.model.features, plain.model.features)
             assert ours.model.features.stride() == plain.model.features.stride()
     assert ours.prefix is not None and why in ours.prefix.reasons["cache"]
+
+
+@pytest.mark.parametrize("chosen", ["head", "three"])
+def test_what_is_before_dropout_is_kept_and_dropout_is_drawn_in_each_step(chosen: str) -> None:
+    case, features = Case("dropped", Dropped, ("head",) if chosen == "head" else ("three", "head")), Features("10MB")
+    plain, ours, data = pair(case, features)
+    for batch, ids in epochs(data, 10):
+        seed = torch.get_rng_state()
+        value = plain.step(batch)
+        drawn = torch.get_rng_state()
+        torch.set_rng_state(seed)
+        torch.testing.assert_close(ours.step(batch, ids), value)
+        assert torch.equal(torch.get_rng_state(), drawn)
+    torch.testing.assert_close(ours.model.state_dict(), plain.model.state_dict())
+    assert ours.prefix is not None and "cache" not in ours.prefix.reasons and features.hits > 0
 
 
 def test_norms_in_training_mode_are_not_kept_and_count_once() -> None:

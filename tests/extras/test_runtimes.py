@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pliant import Session, recipes
+from pliant import Session, measure, recipes
 from pliant.engine.kernels import chains, channels_last
 from pliant.engine.prefix import runtimes
 from pliant.engine.prefix.feature_cache import Features
@@ -279,11 +280,12 @@ def test_other_threads_make_another_session(kind: type[Loaded]) -> None:
         torch.set_num_threads(before)
 
 
+WEIGHT = torch.ones(4, 4, 1, 1)
 REFUSED: dict[str, tuple[Any, str]] = {
     "a function": (lambda x: x.cumsum(1), "cumsum is not written as ONNX"),
     "an argument": (lambda x: x.add(x, alpha=2), "add is not written as ONNX with such arguments"),
     "a type": (lambda x: x.double() * 2, "values of float64 on cpu are not written as ONNX"),
-    "randomness": (lambda x: F.dropout(x, 0.5), "dropout draws random numbers in the prefix"),
+    "randomness": (lambda x: F.conv2d(F.dropout(x, 0.5), WEIGHT), "dropout draws random numbers in the prefix"),
 }  # fmt: skip
 
 
@@ -429,7 +431,7 @@ CHILD = """
 import os, sys, torch
 from pathlib import Path
 from torch import nn
-from pliant import Session, recipes
+from pliant import Session, measure, recipes
 
 def train():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -455,3 +457,72 @@ def test_nothing_is_reported_and_a_forked_process_goes_on(tmp_path: Path) -> Non
     command = [sys.executable, "-c", CHILD]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, timeout=120)
     assert done.stdout.splitlines() == ["OpenVINO True False False", "ONNX Runtime"]
+
+
+class Frozen(nn.Module):
+    """Convolutions that a runtime serves, a norm, dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 1),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.dropout(self.body(x).mean((2, 3)), 0.2, self.training))
+
+
+def judged_run(
+    steps: int, save: Path | None = None, load: Path | None = None
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """A run of the default recipe: its weights, and those of the second head after each step that has one."""
+    torch.manual_seed(0)
+    model = Frozen()
+    batches = [(torch.randn(6 + k % 2, 3, 17, 17), torch.randint(0, 4, (6 + k % 2,))) for k in range(steps)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    policy = replace(recipes.pliant(macs=0.8), cost=measure.counted)
+    heads = []
+    with Session(model, optimizer, lambda model, b: F.cross_entropy(model(b[0]), b[1]), policy, total_steps=60) as session:
+        start = 0
+        if load is not None:
+            session.load(load)
+            start = session._loop.steps
+        for batch in batches[start:]:
+            torch.manual_seed(session._loop.steps)
+            session.step(batch)
+            second = session._loop.beginning._second
+            heads.append([own.detach().clone() for own in second._copies.values()] if second is not None else [])
+        if save is not None:
+            session.save(save)
+    return [value.clone() for value in model.state_dict().values()], heads
+
+
+def test_the_second_head_trains_on_what_the_runtime_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The features are those of the network as it was, though the selection changes its weights."""
+    ran, run_held = [], Prefix.run_held
+    monkeypatch.setattr(Prefix, "run_held", lambda *how: ran.append(run_held(*how)) or ran[-1])
+    weights, heads = judged_run(20)
+    assert len(ran) >= 8 and all(value is not None for value in ran)
+    monkeypatch.setattr(Prefix, "run_held", lambda *how: None)
+    plain, others = judged_run(20)
+    assert any(heads) and [len(one) for one in heads] == [len(one) for one in others]
+    for one, other in zip(heads, others, strict=True):
+        assert all(torch.allclose(a, b, **NEAR) for a, b in zip(one, other, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(heads[10], heads[-1], strict=True))
+    assert all(torch.allclose(a, b, **NEAR) for a, b in zip(weights, plain, strict=True))
+
+
+def test_a_run_that_is_judged_on_a_runtime_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole, heads = judged_run(22)
+    _, before = judged_run(15, save=tmp_path / "run.pt")
+    resumed, after = judged_run(22, load=tmp_path / "run.pt")
+    assert any(after) and all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+    for one, other in zip(heads, [*before, *after], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -193,6 +193,7 @@ class ProgramRecorder(TorchFunctionMode):
         self._live: list[tuple[ref[torch.Tensor], int]] = []  # tensors of the prefix
         self._unseen = any(type(tensor) is not torch.Tensor for tensor in batch)
         self._doubts: dict[int, str] = {}  # constants that may differ from pass to pass, and why
+        self._random: dict[int, str] = {}  # values of the prefix that differ from pass to pass, and why
         self._second_run: Any = WeakTensorKeyDictionary()  # tensor of the prefix → the same of the second run
         self._by_memory: dict[int, list[ref[torch.Tensor]]] = {}
         self._stale: Any = WeakTensorKeyDictionary()  # tensors that changed together with another one
@@ -230,6 +231,15 @@ class ProgramRecorder(TorchFunctionMode):
             return self._block(why)
         self._doubts.update(dict.fromkeys((*call.makes, *[number for _, number in call.changes]), why))
 
+    def _is_random(self, call: Call, why: str) -> None:
+        """The call draws random numbers, or reads what comes of them. At the end of the prefix such calls run in each pass, as
+        dropout before a head does."""
+        if call.kind != "prefix":
+            return self._doubt(call, why)
+        for number in (*call.makes, *[new for _, new in call.changes]):
+            if number >= 0:
+                self.values[number].not_by_sample = self._random[number] = why
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with without_function_modes():
@@ -250,11 +260,14 @@ class ProgramRecorder(TorchFunctionMode):
             self._record(call, given, changed, out)
             if call.kind in ("prefix", "constant") and self.uncacheable is None:
                 if any(not torch.equal(a, b) for a, b in zip(drawn, random_state(), strict=False)):
-                    self._doubt(call, f"{name_of(func)} draws random numbers in the prefix")
+                    self._is_random(call, f"{name_of(func)} draws random numbers in the prefix")
                 for number in call.reads:
+                    if number in self._random:
+                        self._is_random(call, self._random[number])
                     if number in self._doubts:
                         self._doubt(call, self._doubts[number])
-                if call.kind == "prefix" and self.uncacheable is None and self._samples is not None:
+                is_random = any(number in self._random for number in call.makes)
+                if call.kind == "prefix" and self.uncacheable is None and self._samples is not None and not is_random:
                     self._run_second(call, given, out, args, kwargs)
         return out
 
