@@ -15,7 +15,7 @@ from pliant.engine.around import around_forward
 from pliant.engine.compiled_parts import CompiledParts
 from pliant.engine.kernels.switch import CustomKernels, Swapped
 from pliant.engine.prefix.prefix import CachedRows, Prefix
-from pliant.engine.prefix.prefix_model import Held
+from pliant.engine.prefix.prefix_model import Models
 from pliant.engine.slices.slices import Slices
 from pliant.engine.why_not import News
 from pliant.graph.backward import compute_loss
@@ -66,9 +66,13 @@ class ForwardPasses:
         forward = partial(compute_loss, self._ranks.ddp or self._model, self._loss, batch)
         if not self.mode.prefix:
             return forward()
-        self._prefix.runs_chains = self._swaps and not self.mode.lean and "differentiates" not in self.origin
+        self._set_chains()
         rehearse = partial(self._rehearse, batch, ids) if self._ranks.ddp is None else None  # DDP's own calls come in between
         return self._prefix.run(forward, batch, ids, self._sliced, found, self._fuses_norms, rehearse)
+
+    def _set_chains(self) -> None:
+        """Whether layers after the prefix run as chains."""
+        self._prefix.runs_chains = self._swaps and not self.mode.lean and "differentiates" not in self.origin
 
     def _rehearse(self, batch: Any, ids: Any, passes: int = 1) -> None:
         """Passes that leave no trace, so that every step of a selection runs the same way. The first records the program, and
@@ -107,23 +111,26 @@ class ForwardPasses:
     # ------------------------------------------------------------ the network as it was
 
     @property
-    def held(self) -> Held:
-        """What runs the prefix of a forward pass like those of now, also when its weights will have changed."""
-        return self._prefix.held() if self.ready is not None else {}
+    def prefix_models(self) -> Models:
+        """The runtime's models that run the prefix of steps like those of now. They hold the weights of now."""
+        return self._prefix.models() if self.ready is not None else {}
 
-    def hold(self, batch: Any) -> Held:
-        """The same, made here for such a batch."""
-        if self.ready is not None:
-            with self.forward():
-                self._rehearse(batch, None)
-        return self.held
+    def make_prefix_model(self, batch: Any) -> Models:
+        """The model for such a batch, made here."""
+        if self.ready is None:
+            return {}
+        with self.forward():
+            self._set_chains()
+            self._rehearse(batch, None)
+        return self._prefix.models(batch)
 
-    def loss_with(self, held: Held, batch: Any) -> torch.Tensor:
-        """The loss of a batch whose prefix runs as it was held, or, where it was not, as the network is now."""
+    def loss_on(self, models: Models, batch: Any) -> torch.Tensor:
+        """The loss of a batch whose prefix runs on one of these models, or, where there is none, as the network is now."""
         forward = partial(compute_loss, self._model, self._loss, batch)
-        if held:
+        if models:
             with self.forward():
-                value = self._prefix.run_held(held, forward, batch)
+                self._set_chains()
+                value = self._prefix.run_on(models, forward, batch)
             if value is not None:
                 return value
         with self.around():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,11 @@ class Undo:
             if name not in self._params:
                 self._params[name] = param.detach().clone()
                 self._state.setdefault(name, copy.deepcopy(self._optimizer.state.get(param)))
+
+    @property
+    def params(self) -> Collection[str]:
+        """The names of the parameters that are kept here."""
+        return self._params.keys()
 
     def keep_dropped(self, params: Mapping[str, nn.Parameter]) -> None:
         """Remember the optimizer state from before the run that is about to be dropped."""

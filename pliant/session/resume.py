@@ -79,7 +79,7 @@ _STATE = {
         **{key: [NUMBER] for key in ("losses", "first", "beside")},
         "after": Either(None, [NUMBER]),
         "undo": _UNDO,
-        "second": Either(None, {"params": {str: torch.Tensor}, "state": _STATES, "held": [[[int]]]}),
+        "second": Either(None, {"params": {str: torch.Tensor}, "state": _STATES, "models": [[[int]]]}),
         "scale": Either(None, {str: NUMBER}),
     },
     "not_captured": Either(None, str),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pliant.engine.engine import Engine
+from pliant.engine.prefix.prefix_model import Models
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.clock import Laps, RunTime
@@ -49,8 +50,9 @@ class SecondHead:
         self._scaler = update.scaler
         self._update = replace(update, scaler=None, on_nan="skip" if update.reads_gradients else update.on_nan)
         self._params = {name: param for name, param in among.items() if name in head}
-        self._held = dict(engine.held)
-        self._to_hold: list[Any] = []  # shapes of batches whose prefix was held before the run was stopped
+        self._models = engine.prefix_models  # of an inference runtime, with the weights as they were
+        self._missing: list[Any] = []  # shapes of batches for which there was one before the run was stopped
+        self._versions = {name: param._version for name, param in model.named_parameters()}
         self._copies: dict[str, nn.Parameter] = {}
         self._follow(optimizer, {name: param.detach() for name, param in self._params.items()})
         for name, param in self._params.items():
@@ -88,10 +90,7 @@ class SecondHead:
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
         train = None if self._engine.origin.get("differentiates") == "parameters" else self._params
         with sandbox(self._model, train), self._was.as_it_was({name: own.detach() for name, own in self._copies.items()}):
-            if (shapes := batches.shapes(batch)) in self._to_hold:
-                self._to_hold.remove(shapes)
-                self._held |= self._engine.hold(batch)
-            value = self._engine.loss_with(self._held, batch)
+            value = self._engine.loss_on(self._models_for(batch), batch)
             scaled = value if self._scaler is None else self._scaler.scale(value)
             grads = self._update.gradients(scaled, [*self._params.values()])
         for own, grad in zip(self._copies.values(), grads, strict=True):
@@ -103,6 +102,16 @@ class SecondHead:
             for own in self._copies.values():
                 own.grad = None
         return value.detach()
+
+    def _models_for(self, batch: Any) -> Models:
+        """The models as they hold now. A parameter that somebody else has changed is in none of them."""
+        params = self._model.named_parameters()
+        if any(param._version != self._versions[name] for name, param in params if name not in self._was.params):
+            self._models, self._missing = {}, []
+        if (shapes := batches.shapes(batch)) in self._missing:
+            self._missing.remove(shapes)
+            self._models |= self._engine.make_prefix_model(batch)
+        return self._models
 
     def take_over_(self, optimizer: torch.optim.Optimizer) -> None:
         """The head goes on from here, but for what the user has frozen meanwhile."""
@@ -117,12 +126,12 @@ class SecondHead:
         """In plain types."""
         params = {name: own.detach().clone() for name, own in self._copies.items()}
         state = {name: copy.deepcopy(self._like.state.get(own)) for name, own in self._copies.items()}
-        held = [[list(shape) for shape, *_ in shapes] for *_, shapes in self._held]
-        return {"params": params, "state": state, "held": [*held, *self._to_hold]}
+        shapes = [[list(shape) for shape, *_ in given] for *_, given in self._models]
+        return {"params": params, "state": state, "models": [*shapes, *self._missing]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         device = next(iter(self._params.values())).device
         self._follow(self._optimizer, {name: value.to(device) for name, value in state["params"].items()})
         for name, held in state["state"].items():
             self._keep_state(name, on(device, held))
-        self._held, self._to_hold = {}, [*state["held"]]
+        self._models, self._missing = {}, [*state["models"]]

@@ -431,7 +431,7 @@ CHILD = """
 import os, sys, torch
 from pathlib import Path
 from torch import nn
-from pliant import Session, measure, recipes
+from pliant import Session, recipes
 
 def train():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -460,69 +460,108 @@ def test_nothing_is_reported_and_a_forked_process_goes_on(tmp_path: Path) -> Non
 
 
 class Frozen(nn.Module):
-    """Convolutions that a runtime serves, a norm, dropout, and a head."""
+    """Convolutions that a runtime serves, a norm, dropout, and a head, which may be a chain."""
 
-    def __init__(self) -> None:
+    def __init__(self, chain: bool = False) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.Conv2d(8, 8, 1),
-            nn.ReLU(),
+            *(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.Conv2d(8, 8, 1), nn.ReLU()),
         )
-        self.head = nn.Linear(8, 4)
+        self.drop = nn.Dropout(0.2)
+        norm = nn.BatchNorm2d(4, affine=False)
+        norm.running_mean, norm.running_var = torch.rand(4), 0.5 + torch.rand(4)
+        self.head = nn.Sequential(nn.Conv2d(8, 4, 1), norm) if chain else nn.Conv2d(8, 4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(F.dropout(self.body(x).mean((2, 3)), 0.2, self.training))
+        return self.head(self.drop(self.body(x))).mean((2, 3))
 
 
 def judged_run(
-    steps: int, save: Path | None = None, load: Path | None = None
+    steps: int, save: Path | None = None, load: Path | None = None, chain: bool = False, at: Any = None
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """A run of the default recipe: its weights, and those of the second head after each step that has one."""
+    """A run of the default recipe: its weights, and those of the second head after each step that has one. Before the 13th step
+    `at(session, model)` is called."""
     torch.manual_seed(0)
-    model = Frozen()
+    model = Frozen(chain)
     batches = [(torch.randn(6 + k % 2, 3, 17, 17), torch.randint(0, 4, (6 + k % 2,))) for k in range(steps)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     policy = replace(recipes.pliant(macs=0.8), cost=measure.counted)
     heads = []
     with Session(model, optimizer, lambda model, b: F.cross_entropy(model(b[0]), b[1]), policy, total_steps=60) as session:
-        start = 0
         if load is not None:
             session.load(load)
-            start = session._loop.steps
-        for batch in batches[start:]:
-            torch.manual_seed(session._loop.steps)
-            session.step(batch)
+        for step in range(session._loop.steps, steps):
+            if step == 12 and at is not None:
+                at(session, model)
+            torch.manual_seed(step)
+            session.step(batches[step])
             second = session._loop.beginning._second
             heads.append([own.detach().clone() for own in second._copies.values()] if second is not None else [])
+        assert "prefix" not in session.why_not
         if save is not None:
             session.save(save)
     return [value.clone() for value in model.state_dict().values()], heads
 
 
+def alike(some: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> bool:
+    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(some, others, strict=True))
+
+
 def test_the_second_head_trains_on_what_the_runtime_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """The features are those of the network as it was, though the selection changes its weights."""
-    ran, run_held = [], Prefix.run_held
-    monkeypatch.setattr(Prefix, "run_held", lambda *how: ran.append(run_held(*how)) or ran[-1])
+    ran, run_on = [], Prefix.run_on
+    monkeypatch.setattr(Prefix, "run_on", lambda *how: ran.append(run_on(*how)) or ran[-1])
     weights, heads = judged_run(20)
     assert len(ran) >= 8 and all(value is not None for value in ran)
-    monkeypatch.setattr(Prefix, "run_held", lambda *how: None)
+    monkeypatch.setattr(Prefix, "run_on", lambda *how: None)
     plain, others = judged_run(20)
     assert any(heads) and [len(one) for one in heads] == [len(one) for one in others]
     for one, other in zip(heads, others, strict=True):
         assert all(torch.allclose(a, b, **NEAR) for a, b in zip(one, other, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(heads[10], heads[-1], strict=True))
+    assert not alike([heads[10]], [heads[-1]])
     assert all(torch.allclose(a, b, **NEAR) for a, b in zip(weights, plain, strict=True))
 
 
-def test_a_run_that_is_judged_on_a_runtime_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    whole, heads = judged_run(22)
-    _, before = judged_run(15, save=tmp_path / "run.pt")
-    resumed, after = judged_run(22, load=tmp_path / "run.pt")
-    assert any(after) and all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
-    for one, other in zip(heads, [*before, *after], strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def change_frozen_(session: Session, model: nn.Module) -> None:
+    name = next(name for name, _ in model.named_parameters() if name not in session.selection.params)
+    with torch.no_grad():
+        model.get_parameter(name).mul_(1.5)
+
+
+@pytest.mark.parametrize("how", ["as it is", "a chain", "a frozen weight is changed"])
+def test_a_run_that_is_judged_on_a_runtime_goes_on_as_if_it_had_not_stopped(how: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"chain": how == "a chain", "at": change_frozen_ if "changed" in how else None}
+    whole, heads = judged_run(22, **given)
+    _, first = judged_run(14, save=tmp_path / "first.pt", **given)
+    _, then = judged_run(17, load=tmp_path / "first.pt", save=tmp_path / "then.pt", **given)
+    resumed, last = judged_run(22, load=tmp_path / "then.pt", **given)
+    assert any(last) and alike([whole], [resumed]) and alike(heads, [*first, *then, *last])
+
+
+def test_a_second_head_whose_program_changes_leaves_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop_more_(session: Session, model: nn.Module) -> None:
+        model.drop.p = 0.3
+
+    weights, heads = judged_run(20, at=drop_more_)  # it says that the prefix goes on
+    monkeypatch.setattr(Prefix, "run_on", lambda *how: None)
+    plain, others = judged_run(20, at=drop_more_)
+    assert any(heads) and all(torch.allclose(a, b, **NEAR) for a, b in zip(weights, plain, strict=True))
+    for one, other in zip(heads, others, strict=True):
+        assert all(torch.allclose(a, b, **NEAR) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("norm", ["auto", "chosen"])
+def test_the_first_steps_find_the_model_that_was_measured(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are back to their statistics before it is made, so it stays valid."""
+    built, build = [], InferenceRuntime.build
+    monkeypatch.setattr(InferenceRuntime, "build", lambda *how: built.append(1) or build(*how))
+    model, batch = Frozen(), (torch.randn(6, 3, 17, 17), torch.randint(0, 4, (6,)))
+    model.drop.p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    policy = recipes.pliant(time=1.0)
+    with Session(model, optimizer, lambda m, b: F.cross_entropy(m(b[0]), b[1]), policy, norm=norm, total_steps=60) as session:
+        for _ in range(8):
+            session.step(batch)
+        assert session.selection.round == 0 and "runtime" not in session.why_not
+    assert len(built) == 1

@@ -32,7 +32,7 @@ from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.inference import KEPT, PrefixInference
 from pliant.engine.prefix.int8 import SAMPLES, Calibration
-from pliant.engine.prefix.prefix_model import Export, Held, InferenceRuntime, first_line, why_not
+from pliant.engine.prefix.prefix_model import Export, InferenceRuntime, Models, first_line, why_not
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
 from pliant.engine.prefix.program_key import autocast_state, model_state
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
@@ -123,7 +123,7 @@ class Prefix:
 
     def forget(self) -> None:
         """Drop programs, folded weights and features."""
-        self._programs: OrderedDict[Hashable, PrefixPlan] = OrderedDict()
+        self._programs: OrderedDict[tuple[Any, ...], PrefixPlan] = OrderedDict()
         self._alike: list[PrefixPlan] = []  # the last ones whose results were kept
         self._diverged = self._replayed = 0
         self._weights.clear()
@@ -225,24 +225,30 @@ class Prefix:
         features.begin((autocast_state(), shapes, plan.like, plan.signature(), number))  # whatever is chosen after the prefix
         return features.get(ids, plan.values[plan.frontier[0]].device)
 
-    def held(self) -> Held:
-        """The programs whose prefix has an up-to-date model, by their keys. The models hold the weights of now."""
-        found = {key: (plan, plan.on_runtime) for key, plan in self._programs.items() if plan.on_runtime is not None}
-        return {key: (plan, model) for key, (plan, model) in found.items() if model.fits(plan)}
+    def models(self, batch: Any = None) -> Models:
+        """The models with the weights of now, of programs that passes like those of now run: for such a batch, or for any."""
+        key = (False, self._inside(None)[0]) if batch is None else self._key(list(batches.tensors(batch)), False, None)[0]
+        found = {one: (plan, plan.on_runtime) for one, plan in self._programs.items() if one[: len(key)] == key}
+        return {one: (plan, model) for one, (plan, model) in found.items() if model is not None and model.fits(plan)}
 
-    def run_held(self, held: Held, forward: Callable[[], torch.Tensor], batch: Any) -> torch.Tensor | None:
-        """forward() behind what a held model computes, whatever the weights of its prefix are by now. None: there is none."""
+    def run_on(self, models: Models, forward: Callable[[], torch.Tensor], batch: Any) -> torch.Tensor | None:
+        """forward() behind what one of these models computes, with the weights that it holds; None if there is none for such a
+        batch. One whose program has changed is dropped."""
         with without_function_modes():
             tensors = list(batches.tensors(batch))
             key, _ = self._key(tensors, False, None)
-            if key not in held:
+            if key not in models:
                 return None
-            plan, model = held[key]
+            plan, model = models[key]
             try:
-                found = model.run(plan, tensors)
+                mode = CacheHit(plan, tensors, self._weights, model.run(plan, tensors), False)
             except Exception:  # PyTorch can run the prefix, or has its own words for what is wrong
+                del models[key]
                 return None
-        return self._replay(key, plan, forward, tensors, None, found, False)
+        out = self._follow(plan, mode, forward)
+        if mode.diverged is not None:
+            del models[key]
+        return out
 
     def knows(self, batch: Any, ids: Any = None, choice: Hashable = None) -> bool:
         """Whether `run` would replay a program, and not record one."""
@@ -252,13 +258,17 @@ class Prefix:
 
     def _key(self, tensors: list[torch.Tensor], kept: bool, choice: Hashable) -> tuple[tuple[Any, ...], bool]:
         """The key of the program; and whether modules have hooks."""
-        state, is_hooked = model_state(self.model)
-        inside = choice, state, autocast_state(), torch.is_grad_enabled(), self.runtime is not None
+        inside, is_hooked = self._inside(choice)
         return (kept, inside, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)), is_hooked
+
+    def _inside(self, choice: Hashable) -> tuple[Hashable, bool]:
+        """What decides on the program beside the batch; and whether modules have hooks."""
+        state, is_hooked = model_state(self.model)
+        return (choice, state, autocast_state(), torch.is_grad_enabled(), self.runtime is not None), is_hooked
 
     def _record(
         self,
-        key: Hashable,
+        key: tuple[Any, ...],
         forward: Callable[[], torch.Tensor],
         batch: list[torch.Tensor],
         samples: int | None,
@@ -332,7 +342,7 @@ class Prefix:
 
     def _replay(
         self,
-        key: Hashable,
+        key: tuple[Any, ...],
         plan: PrefixPlan,
         forward: Callable[[], torch.Tensor],
         batch: list[torch.Tensor],
@@ -341,11 +351,34 @@ class Prefix:
         fuse_norms: bool,
     ) -> torch.Tensor:
         program = plan.program
-        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         with without_function_modes():
             computed, calibration = self._compute(plan, batch) if found is None else None, self._calibration(plan, batch)
             is_cacheable = calibration is None or (computed is not None and plan.on_runtime.calibration == calibration.number)
             mode = self._mode(plan, batch, computed if found is None else found, ids is not None, fuse_norms)
+        out = self._follow(plan, mode, forward)
+        if mode.diverged is None:
+            self._replayed += 1
+            with without_function_modes():
+                if isinstance(mode, Export):
+                    self._build(plan, mode, batch)
+                keeps = found is None and ids is not None and is_cacheable
+                if keeps and self.features is not None and mode.is_whole():
+                    self.features.put(ids, mode.rows())
+        elif mode.diverged == LEAKS:
+            program.uncacheable = self.reasons["cache"] = mode.diverged
+            plan.reasons |= {} if self.runtime is None else {"runtime": mode.diverged}
+        elif mode.diverged == KEPT:
+            plan.folds.clear()
+            plan.reasons["folding"] = self.reasons["folding"] = mode.diverged
+        else:
+            self._diverged += 1
+            self.reasons["program"] = mode.diverged
+            self._programs.pop(key, None)
+        return out
+
+    def _follow(self, plan: PrefixPlan, mode: Replay, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """forward() in this mode; if it diverges from the program, as plain PyTorch (`mode.diverged` says why)."""
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         drawn = random_state() if isinstance(mode, CacheHit) and not captures else None
         try:
             failed = True
@@ -365,22 +398,4 @@ class Prefix:
             if drawn is not None:
                 set_random_state(drawn)
             out = forward()
-        if mode.diverged is None:
-            self._replayed += 1
-            with without_function_modes():
-                if isinstance(mode, Export):
-                    self._build(plan, mode, batch)
-                keeps = found is None and ids is not None and is_cacheable
-                if keeps and self.features is not None and mode.is_whole():
-                    self.features.put(ids, mode.rows())
-        elif mode.diverged == LEAKS:
-            program.uncacheable = self.reasons["cache"] = mode.diverged
-            plan.reasons |= {} if self.runtime is None else {"runtime": mode.diverged}
-        elif mode.diverged == KEPT:
-            plan.folds.clear()
-            plan.reasons["folding"] = self.reasons["folding"] = mode.diverged
-        else:
-            self._diverged += 1
-            self.reasons["program"] = mode.diverged
-            self._programs.pop(key, None)
         return out

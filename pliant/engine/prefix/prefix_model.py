@@ -17,9 +17,10 @@ from torch import nn
 
 from pliant.engine.kernels.switch import has_small_convolutions
 from pliant.engine.prefix import int8, runtimes
+from pliant.engine.prefix.call_arguments import split
 from pliant.engine.prefix.onnx_nodes import OPSET, TYPES, OnnxGraph, Unsupported, array, supports
 from pliant.engine.prefix.prefix_plan import PrefixPlan, Weights
-from pliant.engine.prefix.record import Call, name_of, split
+from pliant.engine.prefix.record import Call, name_of
 from pliant.engine.prefix.replay import Replay
 from pliant.engine.prefix.runtimes import Loaded, OnOnnxRuntime
 from pliant.runtime.torch_internals import without_function_modes
@@ -88,7 +89,7 @@ class PrefixModel:
         return tuple(made.values())
 
 
-Held = Mapping[Any, tuple[PrefixPlan, PrefixModel]]  # by the key of the program
+Models = dict[tuple[Any, ...], tuple[PrefixPlan, PrefixModel]]  # by the key of the program
 
 
 def _input(number: int) -> str:

@@ -122,6 +122,9 @@ class PrefixPlan:
             if value.maker not in again:
                 again.add(value.maker)
                 waiting += [read for read in call.reads if read >= 0 and self.values[read].in_prefix]
+        for number, why in program.random.items():
+            if self.values[number].maker not in again:  # nobody reads it, but it must be drawn
+                program.uncacheable = program.uncacheable or why
         if len({self.values[number].first for number in found}) < len(found):
             program.uncacheable = program.uncacheable or "a value of the prefix is changed in entry after it was used"
         return sorted(found), again

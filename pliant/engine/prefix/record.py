@@ -8,7 +8,7 @@ references, so recording does not extend their life.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from types import EllipsisType, NoneType
@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pliant.engine.prefix.call_arguments import arranged, split, swap
 from pliant.runtime.torch_internals import without_function_modes
 
 # fmt: off
@@ -38,8 +39,6 @@ _COUNTS = frozenset((
 ))
 # fmt: on
 _PLAIN = (Number, str, bytes, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_ATOMS = frozenset((int, float, bool, NoneType, str))
-_HERE = "a tensor"  # stands in the place of one
 
 
 @dataclass(eq=False)
@@ -94,57 +93,12 @@ class Program:
     is_blind: bool  # some tensors were made by something else than a torch function
     samples: int | None  # of its batch, if known
     kept: frozenset[int]  # values of the prefix that are still alive after the forward pass
+    random: Mapping[int, str]  # values of the prefix that differ from pass to pass, and why
 
     @property
     def frontier(self) -> list[int]:
         """The outputs of the prefix."""
         return [number for number, value in enumerate(self.values) if value.in_prefix and value.is_output]
-
-
-def split(*given: Any) -> tuple[list[torch.Tensor], list[Any]]:
-    """The tensors among arguments, and the arguments without them."""
-    tensors: list[torch.Tensor] = []
-    plain: list[Any] = []
-    _split(given, tensors, plain)
-    return tensors, plain
-
-
-def _split(given: Any, tensors: list[torch.Tensor], plain: list[Any]) -> None:
-    if isinstance(given, (tuple, list)):
-        plain.append(len(given))
-        for one in given:
-            if type(one) in _ATOMS:  # nearly all: without another call
-                plain.append(one)
-            elif isinstance(one, torch.Tensor):
-                tensors.append(one)
-                plain.append(_HERE)
-            else:
-                _split(one, tensors, plain)
-    elif isinstance(given, dict):
-        plain.append(tuple(given))
-        _split(tuple(given.values()), tensors, plain)
-    elif isinstance(given, slice):
-        _split((given.start, given.stop, given.step), tensors, plain)
-    else:
-        plain.append(given)
-
-
-def swap(given: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The same arguments with other tensors in them."""
-    if isinstance(given, torch.Tensor):
-        return next(tensors)
-    if isinstance(given, (tuple, list)):
-        return arranged(type(given), [swap(one, tensors) for one in given])
-    if isinstance(given, dict):
-        return {name: swap(one, tensors) for name, one in given.items()}
-    if isinstance(given, slice):
-        return slice(*[swap(one, tensors) for one in (given.start, given.stop, given.step)])
-    return given
-
-
-def arranged(form: Any, ones: list[Any]) -> Any:
-    """Items in a list, a tuple or a named tuple."""
-    return form(*ones) if hasattr(form, "_fields") else form(ones)
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -220,7 +174,7 @@ class ProgramRecorder(TorchFunctionMode):
         if self._unseen:
             self._block("a tensor comes from code that calls no torch function")
         kept = frozenset(number for tensor, number in self._live if tensor() is not None)
-        return Program(self.calls, self.values, self._leaves, self.uncacheable, self._unseen, self._samples, kept)
+        return Program(self.calls, self.values, self._leaves, self.uncacheable, self._unseen, self._samples, kept, self._random)
 
     def _block(self, why: str) -> None:
         self.uncacheable = self.uncacheable or why
@@ -231,7 +185,7 @@ class ProgramRecorder(TorchFunctionMode):
             return self._block(why)
         self._doubts.update(dict.fromkeys((*call.makes, *[number for _, number in call.changes]), why))
 
-    def _is_random(self, call: Call, why: str) -> None:
+    def _mark_random(self, call: Call, why: str) -> None:
         """The call draws random numbers, or reads what comes of them. At the end of the prefix such calls run in each pass, as
         dropout before a head does."""
         if call.kind != "prefix":
@@ -260,10 +214,10 @@ class ProgramRecorder(TorchFunctionMode):
             self._record(call, given, changed, out)
             if call.kind in ("prefix", "constant") and self.uncacheable is None:
                 if any(not torch.equal(a, b) for a, b in zip(drawn, random_state(), strict=False)):
-                    self._is_random(call, f"{name_of(func)} draws random numbers in the prefix")
+                    self._mark_random(call, f"{name_of(func)} draws random numbers in the prefix")
                 for number in call.reads:
                     if number in self._random:
-                        self._is_random(call, self._random[number])
+                        self._mark_random(call, self._random[number])
                     if number in self._doubts:
                         self._doubt(call, self._doubts[number])
                 is_random = any(number in self._random for number in call.makes)
