@@ -2,7 +2,8 @@
 
 A head that does not fit its data sends gradients through the network that say more about the head than about the layers. So
 the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.10054), and layers are chosen by what they can add
-to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn.
+to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn. While the loss is
+above that of the first steps, it goes on too: it has not begun to learn.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
 change under the head. After as many steps as were planned for the head, it must be back where the head left it, and not clearly
@@ -29,7 +30,7 @@ MakeSecond = Callable[[torch.optim.Optimizer, Collection[str], Undo], SecondHead
 
 FAST = 0.5  # of the loss before, in half as many steps as the head has at least: then it goes on alone
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
-RISEN = 0.5  # above the loss of the first steps: then the head does not learn yet, and goes on alone
+RISEN = 0.5  # above the loss of the first steps: then the second head is no measure
 FAST_ALONE = 0.6  # of the loss at which the head was left: then it learns fast by itself, and layers must do better
 CLEARLY = 3.0  # standard errors
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
@@ -79,14 +80,14 @@ class Beginning:
 
     def goes_on(self, length: int) -> bool:
         """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many, or
-        has risen since the run began, for which it gets three times as many steps."""
+        is above that of the first steps still, for which it gets three times as many."""
         span = max(length // 2, 1)
         spans = len(self._losses) // span
         if spans < 2 or length < _FEW:
             return False
         if spans != self._seen[0]:  # once per span: reading numbers off a GPU waits for it
             early, late = (_mean(_read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
-            waits = self._has_risen(late) and len(self._losses) < _PATIENCE * length
+            waits = late > _mean(_read(self._first)) and len(self._losses) < _PATIENCE * length
             self._seen = spans, waits or 0 < late < FAST * early
         return self._seen[1]
 
