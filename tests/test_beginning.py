@@ -255,7 +255,7 @@ class Beside:
     ("beside", "after", "next_share"),
     [
         ([1.0] * 10, [0.9] * 10, None),
-        ([1.0] * 10, [9.0] * 5 + [0.9] * 5, None),  # it rises as features change, and comes back
+        ([1.0] * 10, [4.0] * 5 + [0.9] * 5, None),  # it rises as features change, and comes back
         ([1.0] * 10, [1.0] * 10, 0.25),  # the layers do not help
         ([0.5] * 10, [0.6] * 10, 0.25),
         ([0.1, 1.7] * 5, [0.8] * 10, 0.25),  # so much may be chance
@@ -275,11 +275,12 @@ def test_where_the_head_learns_fast_a_selection_must_do_measurably_better(
     ("beside", "after", "next_share"),
     [
         ([1.5] * 10, [1.5] * 10, None),
-        ([1.5] * 10, [9.0] * 5 + [1.5] * 5, None),
+        ([1.5] * 10, [4.0] * 5 + [1.5] * 5, None),
+        ([1.5] * 10, [9.0] * 5 + [1.5] * 5, 0.25),  # it came back, but the features are lost
         ([1.5] * 10, [1.6] * 10, 0.25),  # the head alone is better, though the loss fell
         ([0.5, 2.1] * 5, [1.6] * 10, None),  # so much may be chance
         ([1.2, 1.6] * 5, [1.6] * 10, None),
-        ([0.5, 2.1] * 5, [2.05] * 10, 0.25),  # the head had left it lower
+        ([0.5, 2.1] * 5, [2.05] * 10, 0.25),  # more than when the run began: it may only guess
         ([1.3, 1.5] * 5, [1.6] * 10, 0.25),
         ([2.9] * 10, [2.0] * 10, None),
         ([2.9] * 10, [2.1] * 10, 0.25),
@@ -295,11 +296,11 @@ def test_elsewhere_it_must_not_do_clearly_worse(beside: list[float], after: list
     assert over == (not next_share)
 
 
-@pytest.mark.parametrize(("after", "next_share"), [([2.4] * 10, 0.25), ([1.2, 3.4] * 5, None), ([1.9] * 10, None)])
+@pytest.mark.parametrize(("after", "next_share"), [([2.4] * 10, 0.25), ([1.9] * 10, None)])
 def test_where_the_loss_has_risen_a_network_that_guesses_is_not_taken_for_one_that_learns(
     after: list[float], next_share: float | None
 ) -> None:
-    """The loss is back where the head left it, but above that of the first steps, unless that may be chance."""
+    """The loss is back where the head left it, but above that of the first steps."""
     assert judged([2.5] * 10, after, head=[2.0] * 2 + [2.6] * 8)[1] == next_share
 
 

@@ -6,10 +6,10 @@ to it. While the loss halves, the head goes on alone: what it learns by itself, 
 above that of the first steps, it goes on too: it has not begun to learn.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
-change under the head. After as many steps as were planned for the head, it must be back where the head left it, and not clearly
-above that of the second head. If the head learns fast by itself, it must be measurably below that: then more layers soon learn
-the same samples by heart. If a selection fails, it does not help, or the rate is too high for so many layers. Then the
-run goes on from where it would be with the head alone, and tries fewer.
+change under the head, but not far. After as many steps as were planned for the head, it must not be above that of the first
+steps, where a network guesses, nor clearly above that of the second head. If the head learns fast by itself, it must be
+measurably below: then more layers soon learn the same samples by heart. If a selection fails, it does not help, or the rate is
+too high for so many layers. Then the run goes on from where it would be with the head alone, and tries fewer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeSecond = Callable[[torch.optim.Optimizer, Collection[str], Undo], SecondHead
 
 FAST = 0.5  # of the loss before, in half as many steps as the head has at least: then it goes on alone
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
-RISEN = 0.5  # above the loss of the first steps: then the second head is no measure
+RISEN = 0.5  # above the loss of the first steps: then the second head is no measure, or a selection has done damage
 FAST_ALONE = 0.6  # of the loss at which the head was left: then it learns fast by itself, and layers must do better
 CLEARLY = 3.0  # standard errors
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
@@ -160,24 +160,20 @@ class Beginning:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
         learns = math.isfinite(beside) and not self._has_risen(beside)
-        is_fast = 0 < beside < FAST_ALONE * before
-        if learns and (is_fast or after <= before) and self._keeps_up(is_fast):
+        comes_back = after <= _mean(_read(self._first)) and not self._has_risen(_mean(_read(self._after or [])))
+        if learns and comes_back and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
             return None, learns
         return f"the loss is {after:.4g}, the head alone went from {before:.4g} to {beside:.4g}", learns
 
     def _keeps_up(self, fast: bool) -> bool:
         """Whether the late losses of the selection are not `CLEARLY` above those of the second head on the same batches; if the
-        head learns `fast` by itself, whether they are measurably below, by a standard error. Nor may they be measurably above
-        those of the first steps: a network that guesses keeps up with a head that has not begun to learn."""
+        head learns `fast` by itself, whether they are measurably below, by a standard error."""
         pairs = zip(_read(self._after or []), _read(self._beside), strict=False)
-        late = [(one, other - one) for one, other in pairs if math.isfinite(one - other)]
-        late = late[len(late) // 2 :]
-        if len(late) < 2:
+        below = [other - one for one, other in pairs if math.isfinite(one - other)]
+        below = below[len(below) // 2 :]
+        if len(below) < 2:
             return False
-        losses, below = zip(*late, strict=True)
-        risen, error = fmean(losses) - _mean(_read(self._first)), stdev(below) / len(late) ** 0.5
-        if not risen <= stdev(losses) * (1 / len(self._first) + 1 / len(late)) ** 0.5:
-            return False
+        error = stdev(below) / len(below) ** 0.5
         return fmean(below) > error if fast else fmean(below) >= -CLEARLY * error
 
     def _has_risen(self, loss: float) -> bool:
