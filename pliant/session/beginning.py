@@ -159,11 +159,12 @@ class Beginning:
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        learns = math.isfinite(beside) and not self._has_risen(beside)
-        comes_back = after <= _mean(_read(self._first)) and not self._has_risen(_mean(_read(self._after or [])))
+        learns, begun = math.isfinite(beside) and not self._has_risen(beside), _mean(_read(self._first))
+        comes_back = after <= begun and not self._has_risen(_mean(_read(self._after or [])))
         if learns and comes_back and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
             return None, learns
-        return f"the loss is {after:.4g}, the head alone went from {before:.4g} to {beside:.4g}", learns
+        losses = f"the loss is {after:.4g}, at the start it was {begun:.4g}"
+        return f"{losses}; the head alone went from {before:.4g} to {beside:.4g}", learns
 
     def _keeps_up(self, fast: bool) -> bool:
         """Whether the late losses of the selection are not `CLEARLY` above those of the second head on the same batches; if the

@@ -12,6 +12,7 @@ from torch import nn
 
 from pliant.engine.engine import Engine
 from pliant.engine.prefix.prefix_model import Models
+from pliant.engine.prefix.record import version
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.clock import Laps, RunTime
@@ -52,7 +53,7 @@ class SecondHead:
         self._params = {name: param for name, param in among.items() if name in head}
         self._models = engine.prefix_models  # of an inference runtime, with the weights as they were
         self._missing: list[Any] = []  # shapes of batches for which there was one before the run was stopped
-        self._versions = {name: param._version for name, param in model.named_parameters()}
+        self._versions = {name: version(param) for name, param in model.named_parameters()}
         self._copies: dict[str, nn.Parameter] = {}
         self._follow(optimizer, {name: param.detach() for name, param in self._params.items()})
         for name, param in self._params.items():
@@ -106,7 +107,7 @@ class SecondHead:
     def _models_for(self, batch: Any) -> Models:
         """The models as they hold now. A parameter that somebody else has changed is in none of them."""
         params = self._model.named_parameters()
-        if any(param._version != self._versions[name] for name, param in params if name not in self._was.params):
+        if any(version(param) != self._versions.get(name) for name, param in params if name not in self._was.params):
             self._models, self._missing = {}, []
         if (shapes := batches.shapes(batch)) in self._missing:
             self._missing.remove(shapes)
