@@ -296,12 +296,19 @@ def test_elsewhere_it_must_not_do_clearly_worse(beside: list[float], after: list
     assert over == (not next_share)
 
 
-@pytest.mark.parametrize(("after", "next_share"), [([2.4] * 10, 0.25), ([1.9] * 10, None)])
+@pytest.mark.parametrize(
+    ("beside", "after", "next_share"),
+    [
+        ([2.5] * 10, [1.9] * 10, 0.0),  # the head has not begun to learn, so it is no measure
+        ([1.9] * 10, [2.4] * 10, 0.25),
+        ([1.9] * 10, [1.9] * 10, None),
+    ],
+)
 def test_where_the_loss_has_risen_a_network_that_guesses_is_not_taken_for_one_that_learns(
-    after: list[float], next_share: float | None
+    beside: list[float], after: list[float], next_share: float | None
 ) -> None:
-    """The loss is back where the head left it, but above that of the first steps."""
-    assert judged([2.5] * 10, after, head=[2.0] * 2 + [2.6] * 8)[1] == next_share
+    """The losses were 2.0 at the start, and 2.6 when layers were chosen."""
+    assert judged(beside, after, head=[2.0] * 2 + [2.6] * 8)[1] == next_share
 
 
 def judged(beside: list[float], after: list[float], head: Sequence[float] = (2.0,) * 10) -> tuple[Beside, float | None, bool]:

@@ -154,12 +154,14 @@ class Beginning:
         return why, share
 
     def _found(self) -> tuple[str | None, bool]:
-        """What is wrong with the selection, and whether the head alone learns: otherwise it is no measure."""
+        """What is wrong with the selection, and whether the head alone learns. One whose loss has risen far, or was above
+        that of the first steps all the time, is no measure."""
         after, before, beside = map(_late, (self._after, self._losses, self._beside))
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        learns, begun = math.isfinite(beside) and not self._has_risen(beside), _mean(_read(self._first))
+        begun = _mean(_read(self._first))
+        learns = math.isfinite(beside) and not self._has_risen(beside) and not min(before, beside) > begun
         comes_back = after <= begun and not self._has_risen(_mean(_read(self._after or [])))
         if learns and comes_back and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
             return None, learns
