@@ -7,9 +7,10 @@ above that of the first steps, it goes on too: it has not begun to learn.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
 change under the head. In as many steps as were planned for the head, its mean must not be above that of the first steps of
-the run, where a network guesses, and it must not end clearly above that of the second head. If the head learns fast by itself,
-it must end clearly below: then more layers soon learn the same samples by heart. If a selection fails, it does not help, or the
-rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries fewer.
+the run, where a network guesses, and it must not end clearly above that of the second head. Where the head alone has learned
+most by then, it must end clearly below: more layers soon learn the same samples by heart. If a selection fails, it does not
+help, or the rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries
+fewer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MakeSecond = Callable[[torch.optim.Optimizer, Collection[str], Undo], SecondHead
 
 FAST = 0.5  # of the loss before, in half as many steps as the head has at least: then it goes on alone
 UNKNOWN = 20  # steps of the head alone, where the length of the run is unknown
-FAST_ALONE = 0.6  # of the loss at which the head was left: then it learns fast by itself, and layers must do better
+LEARNED = 0.4  # of the loss of the first steps: a head that comes below has learned most by itself, and layers must do better
 BETTER, WORSE = 2.0, 3.0  # standard errors: clearly below the loss of the second head, and clearly above it
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
@@ -162,21 +163,21 @@ class Beginning:
         begun = _mean(_read(self._first))
         learns = math.isfinite(beside) and not min(before, beside) > begun
         has_not_risen = _mean(_read(self._after or [])) <= begun
-        if learns and has_not_risen and self._keeps_up(fast=0 < beside < FAST_ALONE * before):
+        if learns and has_not_risen and self._keeps_up(needed=not 0 < beside < LEARNED * begun):
             return None, learns
         losses = f"the loss is {after:.4g}, at the start it was {begun:.4g}"
         return f"{losses}; the head alone went from {before:.4g} to {beside:.4g}", learns
 
-    def _keeps_up(self, fast: bool) -> bool:
-        """Whether the late losses of the selection are not clearly above those of the second head on the same batches; if the
-        head learns `fast` by itself, whether they are clearly below."""
+    def _keeps_up(self, needed: bool) -> bool:
+        """Whether the late losses of the selection are not clearly above those of the second head on the same batches; if it is
+        not `needed`, as the head learns without it, whether they are clearly below."""
         pairs = zip(_read(self._after or []), _read(self._beside), strict=False)
         below = [other - one for one, other in pairs if math.isfinite(one - other)]
         below = below[len(below) // 2 :]
         if len(below) < 2:
             return False
         error = stdev(below) / len(below) ** 0.5
-        return fmean(below) > BETTER * error if fast else fmean(below) >= -WORSE * error
+        return fmean(below) >= -WORSE * error if needed else fmean(below) > BETTER * error
 
     def end(self) -> None:
         """No further selection is judged."""
