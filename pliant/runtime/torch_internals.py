@@ -45,6 +45,7 @@ __all__ = [
     "tree_leaves",
     "unsharded",
     "uses_onednn",
+    "version",
     "without_dynamo",
     "without_function_modes",
     "would_run",
@@ -84,6 +85,11 @@ def saved_tensor_hooks() -> SavedTensorHooks | None:
     """The innermost hooks on saved tensors; None if there are none, or if PyTorch cannot tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(False)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often it was written in place; tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def next_sequence_number() -> int:

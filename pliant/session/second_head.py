@@ -12,12 +12,12 @@ from torch import nn
 
 from pliant.engine.engine import Engine
 from pliant.engine.prefix.prefix_model import Models
-from pliant.engine.prefix.record import version
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.clock import Laps, RunTime
 from pliant.runtime.optimizer_step import Update
 from pliant.runtime.sandbox import hide_step_, sandbox, scratch
+from pliant.runtime.torch_internals import version
 from pliant.session.delta import Undo, on
 from pliant.session.norms import Norms
 

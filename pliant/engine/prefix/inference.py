@@ -13,10 +13,10 @@ from pliant.engine.kernels import channels_last
 from pliant.engine.lean import frozen_batchnorm
 from pliant.engine.prefix.call_arguments import split
 from pliant.engine.prefix.prefix_plan import ANY_LAYOUT, HALF, PrefixPlan, Weights
-from pliant.engine.prefix.record import Call, Value, name_of, version
+from pliant.engine.prefix.record import Call, Value, name_of
 from pliant.engine.prefix.replay import Cast, Diverged, Replay, as_recorded, autocast, norm_settings
 from pliant.engine.slices.sliced_gradients import placeholder
-from pliant.runtime.torch_internals import without_function_modes
+from pliant.runtime.torch_internals import version, without_function_modes
 
 KEPT = "the value between a convolution and its norm is still alive after the forward pass"
 

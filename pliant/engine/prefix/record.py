@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pliant.engine.prefix.call_arguments import arranged, split, swap
-from pliant.runtime.torch_internals import without_function_modes
+from pliant.runtime.torch_internals import version, without_function_modes
 
 # fmt: off
 # What may be asked of a tensor without reading its values. The second set also depends on its memory format and dtype.
@@ -99,10 +99,6 @@ class Program:
     def frontier(self) -> list[int]:
         """The outputs of the prefix."""
         return [number for number, value in enumerate(self.values) if value.in_prefix and value.is_output]
-
-
-def version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def name_of(func: Any) -> str:

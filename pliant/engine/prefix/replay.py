@@ -15,9 +15,9 @@ from pliant.engine.lean import frozen_batchnorm
 from pliant.engine.lean.frozen_batchnorm import fused_norm
 from pliant.engine.prefix.call_arguments import split
 from pliant.engine.prefix.prefix_plan import PrefixPlan, Weights
-from pliant.engine.prefix.record import FORM, LAYOUT, Call, Value, name_of, version
+from pliant.engine.prefix.record import FORM, LAYOUT, Call, Value, name_of
 from pliant.engine.slices.sliced_gradients import placeholder
-from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
+from pliant.runtime.torch_internals import saved_tensor_hooks, version, without_function_modes
 
 LEAKS = "values of the prefix are still alive after the forward pass"
 
