@@ -126,9 +126,11 @@ def test_the_loss_must_come_back_to_where_the_head_left_it(after: list[float], t
         ([4.0] * 5 + [1.9] * 5, True),
         ([4.0] * 5 + [1.9] * 5 + [3.0] * 4, True),  # it is asked once in half of the steps
         ([4.0] * 5 + [1.9] * 5 + [1.0] * 5, False),
-        ([4.0] * 5 + [2.1] * 5, False),
+        ([4.0] * 5 + [2.0] * 5, False),
         ([2.0] * 2 + [4.0] * 8, True),  # it has risen
+        ([2.0] * 2 + [4.0] * 24, True),
         ([2.0] * 2 + [4.0] * 28, False),  # for too long
+        ([2.0] * 10, False),
         ([2.0] * 2 + [2.1] * 8, True),
         ([2.0] * 2 + [1.9] * 8, False),
         ([-1.0] * 5 + [-2.0] * 5, False),  # of numbers below zero there is no half
@@ -143,6 +145,26 @@ def test_while_its_loss_halves_the_head_goes_on_alone(losses: list[float], goes_
         if number >= 9:
             begins.goes_on(10)
     assert begins.goes_on(10) == goes_on
+
+
+@pytest.mark.parametrize(("few", "goes_on"), [(8, True), (7, False)])
+def test_of_fewer_than_eight_steps_nothing_is_told(few: int, goes_on: bool) -> None:
+    begins = Beginning()
+    for value in [4.0] * 4 + [1.9] * 4:
+        begins.see(torch.tensor(value))
+    assert begins.goes_on(few) == goes_on
+
+
+@pytest.mark.parametrize(("length", "many"), [(11, 34), (13, 41)])
+def test_it_goes_on_the_same_when_it_was_resumed(length: int, many: int) -> None:
+    model = make()
+    steps, begins = optimizer(model), Beginning()
+    for value in [1.0] * 2 + [2.0] * (many - 2):  # it has risen
+        begins.see(torch.tensor(value))
+        goes_on = begins.goes_on(length)
+    other = Beginning()
+    other.load(begins.state(), model, steps)
+    assert other.goes_on(length) == goes_on
 
 
 @pytest.mark.parametrize(("total", "chosen"), [(60, [0, 30]), (40, [0])], ids=["", "too near the end to be judged"])
@@ -258,8 +280,12 @@ class Beside:
         ([0.7] * 10, [3.3] * 5 + [0.6] * 5, None),  # it rises as features change, and comes back
         ([0.7] * 10, [3.5] * 5 + [0.6] * 5, 0.25),  # too far: features are lost
         ([0.7] * 10, [0.7] * 10, 0.25),  # the layers do not help
+        ([0.79] * 10, [0.79] * 10, 0.25),
         ([0.01] * 10, [0.02] * 10, 0.25),
+        ([0.0] * 10, [0.0] * 10, 0.25),
         ([0.2, 1.0] * 5, [0.5] * 10, 0.25),  # so much may be chance
+        ([0.4535, 0.6535] * 5, [0.5] * 10, 0.25),  # one and a half standard errors
+        ([0.5025, 0.7025] * 5, [0.5] * 10, None),  # two and a half
         ([0.6, 0.8] * 5, [0.5] * 10, None),
         ([0.7] * 10, [math.nan] * 10, 0.25),
     ],
@@ -276,17 +302,23 @@ def test_where_the_head_learns_most_by_itself_a_selection_must_do_clearly_better
     ("beside", "after", "next_share"),
     [
         ([1.5] * 10, [1.5] * 10, None),
-        ([0.9] * 10, [0.9] * 10, None),
+        ([0.81] * 10, [0.81] * 10, None),
         ([1.5] * 10, [2.4] * 5 + [1.5] * 5, None),
         ([1.5] * 10, [2.6] * 5 + [1.5] * 5, 0.25),  # it came back, but the features are lost
         ([1.5] * 10, [1.6] * 10, 0.25),  # the head alone is better, though the loss fell
         ([0.5, 2.1] * 5, [1.6] * 10, None),  # so much may be chance
         ([1.2, 1.6] * 5, [1.6] * 10, None),
+        ([1.2575, 1.4575] * 5, [1.5] * 10, None),  # two and a half standard errors
+        ([1.2085, 1.4085] * 5, [1.5] * 10, 0.25),  # three and a half
         ([0.5, 2.1] * 5, [2.05] * 10, 0.25),  # more than when the run began: it may only guess
         ([1.3, 1.5] * 5, [1.6] * 10, 0.25),
         ([2.9] * 10, [2.0] * 10, None),
         ([2.9] * 10, [2.1] * 10, 0.25),
         ([1.5] * 10, [math.nan] * 10, 0.25),
+        ([1.5] * 10, [1.0] * 6 + [math.nan] * 4, 0.25),
+        ([1.5] * 10, [1.0] * 8 + [math.inf] * 2, 0.25),
+        ([1.5] * 10, [1.0] * 9 + [math.nan], None),  # one bad batch says nothing
+        ([1.5] * 10, [0.2] * 6 + [2.5, 3.0, 3.5, 4.0], 0.25),  # it has just begun to explode
         ([3.1] * 10, [1.9] * 10, None),
         ([math.nan] * 10, [1.0] * 10, 0.0),
     ],
@@ -313,21 +345,127 @@ def test_where_the_loss_has_risen_a_network_that_guesses_is_not_taken_for_one_th
     assert judged(beside, after, head=[2.0] * 2 + [2.6] * 8)[1] == next_share
 
 
-def judged(beside: list[float], after: list[float], head: Sequence[float] = (2.0,) * 10) -> tuple[Beside, float | None, bool]:
+def test_what_the_head_has_learned_is_told_by_the_first_steps() -> None:
+    """It hardly learns any more, and scatters: that is no reason to keep a selection that does no better."""
+    assert judged([0.4, 0.8] * 5, [0.7] * 10, head=[2.0] * 2 + [0.7] * 8)[1] == 0.25
+
+
+def test_losses_below_zero_do_not_tell_what_was_learned() -> None:
+    assert judged([-3.0] * 10, [-3.0] * 10, head=[-2.0] * 10)[1] is None
+
+
+def test_a_first_batch_that_is_bad_says_nothing() -> None:
+    assert judged([1.0] * 10, [0.9] * 10, head=[math.nan] + [2.0] * 9)[1] is None
+    assert judged([1.0] * 10, [0.9] * 10, head=[math.nan] * 2 + [2.0] * 8)[1] is None
+
+
+def test_a_quarter_is_only_tried_where_it_can_be_judged() -> None:
+    assert [judged([1.5] * 10, [1.9] * 10, left=left)[1] for left in (10, 9)] == [0.25, 0.0]
+
+
+def test_a_second_try_is_judged_by_its_own_steps() -> None:
+    model = make()
+    steps, second = optimizer(model), Beside([1.5] * 10 + [1.0] * 10)
+    begins = started(model, steps, second)
+    for after, share in ((1.9, 0.25), (1.4, 0.0)):
+        judge(begins, steps, [after] * 10)
+        said = begins.judge_(steps)
+        assert said is not None and said[1] == share
+    assert begins.over
+
+
+def test_steps_of_the_callers_own_end_it() -> None:
+    model = make()
+    begins = started(model, optimizer(model), Beside([]))
+    begins.see(None)
+    assert begins.over
+
+
+@pytest.mark.parametrize(
+    "recipe", [recipes.full(), recipes.head(), recipes.pliant(macs=1.0, head_first=0)], ids=lambda one: one.name
+)
+def test_where_no_head_trains_alone_no_losses_are_kept(recipe: Any) -> None:
+    model = make()
+    with Session(model, optimizer(model), loss, replace(recipe, cost=measure.counted)) as session:
+        for batch in batches(3):
+            session.step(batch)
+        begins = session.state_dict()["beginning"]
+    assert begins["over"] and not begins["losses"] and not begins["first"]
+
+
+def test_a_batch_that_fails_in_the_second_head_is_no_step() -> None:
+    model = make()
+    with Session(model, optimizer(model), loss, policy(), total_steps=60) as session:
+        for number, (inputs, labels) in enumerate(batches(16)):
+            if number == 15:
+                assert session.selection.round == 1
+                with pytest.raises(RuntimeError):
+                    session.step((inputs[:, :5], labels))
+            session.step((inputs, labels))
+        assert session.progress.step == 16
+
+
+def test_the_loss_may_be_changed_by_the_caller() -> None:
+    model = make()
+    with Session(model, optimizer(model), loss, policy(), total_steps=60) as session:
+        total = session.step(batches(1)[0])
+        first = float(total)
+        total += 5.0
+        assert session.state_dict()["beginning"]["first"] == [pytest.approx(first)]
+
+
+@pytest.mark.parametrize("limited", [False, True], ids=["", "without a second head"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_run_whose_optimizer_was_replaced_can_be_resumed(late: int, limited: bool) -> None:
+    """What was kept of the old one's state is of no use to the new one."""
+    budget = Budget(memory="1MB") if limited else Budget(macs=1.0)
+    one = make()
+    with Session(one, optimizer(one, body=300.0), loss, replace(policy(), budget=budget), total_steps=60) as session:
+        for number, batch in enumerate(batches(14 + late)):
+            if number == 14:
+                session.optimizer = torch.optim.Adam(one.parameters(), lr=0.01)
+            session.step(batch)
+        if not late:
+            session.optimizer = torch.optim.Adam(one.parameters(), lr=0.01)
+        state, held = session.state_dict(), session.optimizer.state_dict()
+    other = make()
+    other.load_state_dict(one.state_dict())
+    steps = torch.optim.Adam(other.parameters(), lr=0.01)
+    steps.load_state_dict(held)
+    with Session(other, steps, loss, replace(policy(), budget=budget), total_steps=60) as session:
+        session.load_state_dict(state)
+        for batch in batches(24)[14 + late :]:
+            session.step(batch)
+        assert session.progress.step == 24
+
+
+def judged(
+    beside: list[float], after: list[float], head: Sequence[float] = (2.0,) * 10, left: float = math.inf
+) -> tuple[Beside, float | None, bool]:
     """Ten steps of the head, and ten of a selection that is judged. Returns the second head, the share to try next, and whether
     all is over."""
     model = make()
     steps, second = optimizer(model), Beside([*beside])
+    begins = started(model, steps, second, head)
+    judge(begins, steps, after)
+    said = begins.judge_(steps, left)
+    return second, None if said is None else said[1], begins.over
+
+
+def started(model: nn.Module, steps: torch.optim.Optimizer, second: Beside, head: Sequence[float] = (2.0,) * 10) -> Beginning:
+    """A selection is in force, after ten steps of the head."""
     begins = Beginning(second=lambda *_: second)  # type: ignore[arg-type,return-value]
     for value in head:
         begins.see(torch.tensor(value))
     begins.chose(model, steps, dict(model.named_parameters()), length=10, may=True, head=["4.weight"])
+    return begins
+
+
+def judge(begins: Beginning, steps: torch.optim.Optimizer, after: list[float]) -> None:
     for value in after:
         assert begins.judge_(steps) is None
         begins.train_second_head(None, first=True, last=True)
         begins.see(torch.tensor(value))
-    said = begins.judge_(steps)
-    return second, None if said is None else said[1], begins.over
 
 
 def blocks(norm: bool = True) -> nn.Sequential:
@@ -497,7 +635,7 @@ def test_after_a_quarter_of_it_the_head_alone_trains() -> None:
 
 def test_a_run_that_is_saved_while_it_is_judged_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     data = batches(8) * 5
-    # While the head trains alone, just before the selection, while it is judged, while the second try is.
+    # While the head trains alone, just before the selection, while it is judged, after it was taken back.
     for stop in (5, 10, 14, 24):
         with Session(whole := make(), optimizer(whole, 300.0), loss, policy(), total_steps=60) as session:
             for batch in data:

@@ -7,9 +7,9 @@ above that of the first steps, it goes on too: it has not begun to learn.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
 change under the head. In as many steps as were planned for the head, its mean must not be above that of the first steps of
-the run, where a network guesses, and it must not end clearly above that of the second head. Where the head alone has learned
-most by then, it must end clearly below: more layers soon learn the same samples by heart. If a selection fails, it does not
-help, or the rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries
+the run, where a network guesses, and it must not end there, nor clearly above that of the second head. Where the head alone has
+learned most by then, it must end clearly below: more layers soon learn the same samples by heart. If a selection fails, it does
+not help, or the rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries
 fewer.
 """
 
@@ -38,6 +38,7 @@ _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the
 _BEGIN = 2  # the first steps
 _PATIENCE = 3  # times the steps that were planned for the head: so long a head may take that does not learn yet
 _FEW = 8  # steps of the head alone: the losses of fewer say little
+_AT_ONCE = 256  # losses that are read off a device
 
 
 def length(share: float, total: int | None) -> int:
@@ -67,16 +68,18 @@ class Beginning:
 
     def see(self, loss: torch.Tensor | None) -> None:
         """A step is over."""
+        if loss is None and self._after is not None:
+            self.end()  # the caller takes steps that neither it nor a second head can be judged by
         if self.over or loss is None:
             return
         if len(self._first) < _BEGIN:
             self._first.append(loss)
         if self._after is None:
-            self._losses.append(loss)
+            _add(self._losses, loss)
             return
-        self._after.append(loss)
+        _add(self._after, loss)
         if self._second is not None:
-            self._beside.append(self._loss_beside)
+            _add(self._beside, self._loss_beside)
 
     def goes_on(self, length: int) -> bool:
         """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many, or
@@ -87,7 +90,7 @@ class Beginning:
             return False
         if spans != self._seen[0]:  # once per span: reading numbers off a GPU waits for it
             early, late = (_mean(_read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
-            waits = late > _mean(_read(self._first)) and len(self._losses) < _PATIENCE * length
+            waits = late > self._begun and spans * span < _PATIENCE * length
             self._seen = spans, waits or 0 < late < FAST * early
         return self._seen[1]
 
@@ -122,6 +125,14 @@ class Beginning:
         """It is no measure any more, or there is no room for it."""
         self._second, self._beside = None, []
 
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """This one takes the steps from now on. It knows nothing of what the one before it has kept."""
+        if needs_closure(optimizer):
+            self.drop_second_head()
+        for one in (self._undo, self._second):
+            if one is not None:
+                one.use_optimizer(optimizer)
+
     def keep(self, params: Mapping[str, nn.Parameter]) -> None:
         """These train from now on, as the selection changed: they may have to be put back too."""
         if self._undo is not None:
@@ -133,9 +144,10 @@ class Beginning:
         if self._undo is not None:
             self._undo.keep_buffers()
 
-    def judge_(self, optimizer: torch.optim.Optimizer) -> tuple[str, float] | None:
+    def judge_(self, optimizer: torch.optim.Optimizer, left: float = math.inf) -> tuple[str, float] | None:
         """After as many steps as were planned for the head: if the selection does harm, put everything back as it was when it
-        came into force, but the head as the second one is by now. Returns why, and the share of the units to try next."""
+        came into force, but the head as the second one is by now. Returns why, and the share of the units to try next: none
+        if they could not be judged in the steps that are `left`."""
         if self.over or self._undo is None or self._after is None or len(self._after) < len(self._losses):
             return None
         why, learns = self._found()
@@ -147,7 +159,7 @@ class Beginning:
             self._scaler.load_state_dict(self._scale)
         if self._second is not None and learns:
             self._second.take_over_(optimizer)
-        share = 0.0 if self.tries or not learns else SMALLER
+        share = 0.0 if self.tries or not learns or left < len(self._losses) else SMALLER
         self.tries, self._after, self._beside = self.tries + 1, [], []
         if not share:
             self.end()
@@ -155,15 +167,16 @@ class Beginning:
 
     def _found(self) -> tuple[str | None, bool]:
         """What is wrong with the selection, and whether the head alone learns. One whose loss was above that of the first steps
-        all the time is no measure."""
+        before and is still is no measure."""
         after, before, beside = map(_late, (self._after, self._losses, self._beside))
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        begun = _mean(_read(self._first))
+        begun, losses_after = self._begun, _read(self._after or [])
         learns = math.isfinite(beside) and not min(before, beside) > begun
-        has_not_risen = _mean(_read(self._after or [])) <= begun
-        if learns and has_not_risen and self._keeps_up(needed=not 0 < beside < LEARNED * begun):
+        is_whole = any(map(math.isfinite, losses_after[-2:]))  # one bad batch says nothing
+        has_learned = begun > 0 and beside < LEARNED * begun
+        if learns and is_whole and after <= begun and _mean(losses_after) <= begun and self._keeps_up(needed=not has_learned):
             return None, learns
         losses = f"the loss is {after:.4g}, at the start it was {begun:.4g}"
         return f"{losses}; the head alone went from {before:.4g} to {beside:.4g}", learns
@@ -171,13 +184,18 @@ class Beginning:
     def _keeps_up(self, needed: bool) -> bool:
         """Whether the late losses of the selection are not clearly above those of the second head on the same batches; if it is
         not `needed`, as the head learns without it, whether they are clearly below."""
-        pairs = zip(_read(self._after or []), _read(self._beside), strict=False)
-        below = [other - one for one, other in pairs if math.isfinite(one - other)]
-        below = below[len(below) // 2 :]
+        below = [other - one for one, other in zip(_read(self._after or []), _read(self._beside), strict=False)]
+        below = [one for one in below[-(len(below) // 2) :] if math.isfinite(one)]
         if len(below) < 2:
             return False
         error = stdev(below) / len(below) ** 0.5
         return fmean(below) >= -WORSE * error if needed else fmean(below) > BETTER * error
+
+    @property
+    def _begun(self) -> float:
+        """The loss of the first steps; infinite if none of them was finite."""
+        finite = [loss for loss in _read(self._first) if math.isfinite(loss)]
+        return fmean(finite) if finite else math.inf
 
     def end(self) -> None:
         """No further selection is judged."""
@@ -209,6 +227,13 @@ def _read(losses: list[torch.Tensor | float]) -> list[Any]:
     there = [loss for loss in losses if isinstance(loss, torch.Tensor)]
     values = iter(torch.stack([loss.float().reshape(()) for loss in there]).tolist() if there else [])
     return [next(values) if isinstance(loss, torch.Tensor) else loss for loss in losses]
+
+
+def _add(losses: list[torch.Tensor | float], loss: torch.Tensor | float) -> None:
+    """Add one. Now and then all become numbers, as a small tensor holds much more memory than it needs."""
+    losses.append(loss)
+    if len(losses) % _AT_ONCE == 0:
+        losses[:] = _read(losses)
 
 
 def _late(losses: list[torch.Tensor | float] | None) -> float:

@@ -62,8 +62,9 @@ def use_optimizer(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
         loop.controller.ask_again()
     before = loop.engine.mode
     loop.stepper.use_optimizer(optimizer)
-    if needs_closure(optimizer):
-        loop.beginning.drop_second_head()
+    loop.beginning.use_optimizer(optimizer)
+    if loop.undo is not None:
+        loop.undo.use_optimizer(optimizer)
     unheld = loop.leave_out_unheld()
     loop.follow_engine(before)
     loop.note("the optimizer was replaced" if unheld is None else f"the optimizer was replaced; {unheld}")

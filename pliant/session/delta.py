@@ -23,6 +23,10 @@ class Undo:
         self._state: dict[str, Any] = {}
         self.keep_buffers()
 
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """This one takes the steps from now on. It starts afresh where everything is put back."""
+        self._optimizer, self._state = optimizer, dict.fromkeys(self._state)
+
     def keep_buffers(self) -> None:
         """Copy all buffers."""
         self._buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
@@ -64,7 +68,7 @@ class Undo:
             optimizer.state.clear()
         for name in {**self._params, **self._state}:
             optimizer.state.pop(params[name], None)
-            if self._state.get(name) and optimizer is self._optimizer:
+            if self._state.get(name):
                 optimizer.state[params[name]] = copy.deepcopy(self._state[name])
 
     @contextmanager

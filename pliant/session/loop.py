@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
@@ -136,8 +137,13 @@ class Loop:
             self.measure_bytes(batch)
         else:
             self._hold_norms(self.selection.params)
-        if self.beginning.train_second_head(batch, self.stepper.begins, self.stepper.ends):
-            self._hold_norms(self.selection.params)
+        try:
+            if self.beginning.train_second_head(batch, self.stepper.begins, self.stepper.ends):
+                self._hold_norms(self.selection.params)
+        except BaseException:
+            if self.stepper.begins:
+                self.stepper.drop()
+            raise
         before = self.engine.mode
         value, result = self.stepper.run(batch, ids)
         if result is not None:
@@ -314,7 +320,8 @@ class Loop:
         self.note(note)
         if selection is not None:
             self._use(selection, start)
-        if (taken_back := self.beginning.judge_(self.engine.optimizer)) is not None:
+        left = math.inf if self.total_steps is None else self.total_steps - self.steps
+        if (taken_back := self.beginning.judge_(self.engine.optimizer, left)) is not None:
             self.engine.forget()
             smaller = self.controller.shrink(self.progress, self.engine.mode, taken_back[1])
             if smaller.params.issubset(self.profile.head):  # nothing is left to judge
@@ -332,11 +339,14 @@ class Loop:
         if selection is not None:
             if self.round == 0 < selection.round and not self.beginning.over:
                 has_room = self.undo is not None or self.budget.memory is None
-                may, length = has_room and self.ranks.is_alone, self.controller.warm_up(self.progress)
+                length = self.controller.warm_up(self.progress)
+                may = has_room and self.ranks.is_alone and length <= left
                 beside = self.budget.memory is None and self.engine.trains_alike
                 head = self.selection.params if beside else ()
                 self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), length, may, head)
             self._use(selection, start)
+            if self.round == 0 and not self.controller.warm_up(self.progress):
+                self.beginning.end()
 
     def _probe(self, batch: Any, round: int) -> dict[Unit, float]:
         now = self.controller.selection  # with none, norms run as if the head alone trained: so they keep nothing

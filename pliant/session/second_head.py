@@ -59,6 +59,10 @@ class SecondHead:
         for name, param in self._params.items():
             self._keep_state(name, optimizer.state.get(param))
 
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train on with an optimizer like this one, which knows nothing of the past."""
+        self._follow(optimizer, self._copies)
+
     def _follow(self, optimizer: torch.optim.Optimizer, values: Mapping[str, torch.Tensor]) -> None:
         """Train these values with an optimizer like this one."""
         self._optimizer = optimizer
@@ -86,8 +90,6 @@ class SecondHead:
             return self._train(batch, last)
 
     def _train(self, batch: Any, last: bool) -> torch.Tensor:
-        if self._engine.optimizer is not self._optimizer:  # another one was set, which knows nothing of the past
-            self._follow(self._engine.optimizer, self._copies)
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
         train = None if self._engine.origin.get("differentiates") == "parameters" else self._params
         with sandbox(self._model, train), self._was.as_it_was({name: own.detach() for name, own in self._copies.items()}):
@@ -120,7 +122,7 @@ class SecondHead:
             if param.requires_grad:
                 with torch.no_grad():
                     param.copy_(self._copies[name])
-                if optimizer is self._optimizer and (state := self._like.state.get(self._copies[name])):
+                if state := self._like.state.get(self._copies[name]):
                     optimizer.state[param] = copy.deepcopy(dict(state))
 
     def state(self) -> dict[str, Any]:

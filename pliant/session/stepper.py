@@ -120,7 +120,7 @@ class Stepper:
         finally:
             self._is_ours = False
         self.batches = 0 if last else self.batches + 1
-        return value, self.end(value) if last else None
+        return value, self.end(value.clone()) if last else None  # the caller may add others to it in place
 
     def end(self, loss: torch.Tensor | None = None) -> StepResult:
         """The step under way is over."""
