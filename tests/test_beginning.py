@@ -350,6 +350,12 @@ def test_what_the_head_has_learned_is_told_by_the_first_steps() -> None:
     assert judged([0.4, 0.8] * 5, [0.7] * 10, head=[2.0] * 2 + [0.7] * 8)[1] == 0.25
 
 
+def test_a_network_that_guesses_is_told_by_the_first_loss_of_the_run() -> None:
+    """A rate that is too high made the second one larger, and the loss of the head scatters around both."""
+    assert judged([1.5, 5.0] * 5, [3.2] * 10, head=[3.0, 3.8] + [3.1] * 8)[1] == 0.25
+    assert judged([1.5, 5.0] * 5, [2.9] * 10, head=[3.0, 3.8] + [3.1] * 8)[1] is None
+
+
 def test_losses_below_zero_do_not_tell_what_was_learned() -> None:
     assert judged([-3.0] * 10, [-3.0] * 10, head=[-2.0] * 10)[1] is None
 

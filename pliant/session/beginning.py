@@ -6,10 +6,10 @@ to it. While the loss halves, the head goes on alone: what it learns by itself, 
 above that of the first steps, it goes on too: it has not begun to learn.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
-change under the head. In as many steps as were planned for the head, its mean must not be above that of the first steps of
-the run, where a network guesses, and it must not end there, nor clearly above that of the second head. Where the head alone has
-learned most by then, it must end clearly below: more layers soon learn the same samples by heart. If a selection fails, it does
-not help, or the rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries
+change under the head. In as many steps as were planned for the head, its mean must not be above the first loss of the run,
+where a network guesses, and it must not end there, nor clearly above that of the second head. Where the head alone has learned
+most by then, it must end clearly below: more layers soon learn the same samples by heart. If a selection fails, it does not
+help, or the rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries
 fewer.
 """
 
@@ -172,13 +172,14 @@ class Beginning:
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        begun, losses_after = self._begun, _read(self._after or [])
+        begun, losses_after, first = self._begun, _read(self._after or []), _read(self._first)[0]
         learns = math.isfinite(beside) and not min(before, beside) > begun
         is_whole = any(map(math.isfinite, losses_after[-2:]))  # one bad batch says nothing
         has_learned = begun > 0 and beside < LEARNED * begun
-        if learns and is_whole and after <= begun and _mean(losses_after) <= begun and self._keeps_up(needed=not has_learned):
+        guess = first if math.isfinite(first) else math.inf
+        if learns and is_whole and after <= guess and _mean(losses_after) <= guess and self._keeps_up(needed=not has_learned):
             return None, learns
-        losses = f"the loss is {after:.4g}, at the start it was {begun:.4g}"
+        losses = f"the loss is {after:.4g}, at the start it was {first:.4g}"
         return f"{losses}; the head alone went from {before:.4g} to {beside:.4g}", learns
 
     def _keeps_up(self, needed: bool) -> bool:
