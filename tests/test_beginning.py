@@ -350,10 +350,18 @@ def test_what_the_head_has_learned_is_told_by_the_first_steps() -> None:
     assert judged([0.4, 0.8] * 5, [0.7] * 10, head=[2.0] * 2 + [0.7] * 8)[1] == 0.25
 
 
-def test_a_network_that_guesses_is_told_by_the_first_loss_of_the_run() -> None:
-    """A rate that is too high made the second one larger, and the loss of the head scatters around both."""
-    assert judged([1.5, 5.0] * 5, [3.2] * 10, head=[3.0, 3.8] + [3.1] * 8)[1] == 0.25
-    assert judged([1.5, 5.0] * 5, [2.9] * 10, head=[3.0, 3.8] + [3.1] * 8)[1] is None
+@pytest.mark.parametrize(
+    ("beside", "after", "next_share"),
+    [
+        ([3.5, 0.5] * 5, [1.9] * 10, 0.25),  # the mean is below 2.0, but not by a standard error
+        ([3.5, 0.5] * 5, [0.1] * 10, None),
+        ([2.3, 1.1] * 5, [1.7] * 10, None),
+    ],
+)
+def test_to_be_as_good_as_a_head_that_scatters_around_a_guess_says_nothing(
+    beside: list[float], after: list[float], next_share: float | None
+) -> None:
+    assert judged(beside, after, head=[2.0] * 2 + [0.4, 3.4] * 4)[1] == next_share
 
 
 def test_losses_below_zero_do_not_tell_what_was_learned() -> None:

@@ -6,11 +6,11 @@ to it. While the loss halves, the head goes on alone: what it learns by itself, 
 above that of the first steps, it goes on too: it has not begun to learn.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
-change under the head. In as many steps as were planned for the head, its mean must not be above the first loss of the run,
-where a network guesses, and it must not end there, nor clearly above that of the second head. Where the head alone has learned
-most by then, it must end clearly below: more layers soon learn the same samples by heart. If a selection fails, it does not
-help, or the rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries
-fewer.
+change under the head. In as many steps as were planned for the head, its mean must not be above that of the first steps of
+the run, where a network guesses, and it must not end there, nor clearly above that of the second head. Where the head alone has
+learned most by then, or hardly anything, it must end clearly below: more layers soon learn the same samples by heart, and to be
+as good as a head that guesses says nothing. If a selection fails, it does not help, or the rate is too high for so many layers.
+Then the run goes on from where it would be with the head alone, and tries fewer.
 """
 
 from __future__ import annotations
@@ -172,25 +172,25 @@ class Beginning:
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        begun, losses_after, first = self._begun, _read(self._after or []), _read(self._first)[0]
+        begun, losses_after = self._begun, _read(self._after or [])
         learns = math.isfinite(beside) and not min(before, beside) > begun
         is_whole = any(map(math.isfinite, losses_after[-2:]))  # one bad batch says nothing
-        has_learned = begun > 0 and beside < LEARNED * begun
-        guess = first if math.isfinite(first) else math.inf
-        if learns and is_whole and after <= guess and _mean(losses_after) <= guess and self._keeps_up(needed=not has_learned):
+        most = begun > 0 and beside < LEARNED * begun
+        partly = not most and any(_is_below(losses, begun) for losses in (self._losses, self._beside))
+        if learns and is_whole and after <= begun and _mean(losses_after) <= begun and self._keeps_up(partly):
             return None, learns
-        losses = f"the loss is {after:.4g}, at the start it was {first:.4g}"
+        losses = f"the loss is {after:.4g}, at the start it was {begun:.4g}"
         return f"{losses}; the head alone went from {before:.4g} to {beside:.4g}", learns
 
-    def _keeps_up(self, needed: bool) -> bool:
-        """Whether the late losses of the selection are not clearly above those of the second head on the same batches; if it is
-        not `needed`, as the head learns without it, whether they are clearly below."""
+    def _keeps_up(self, partly: bool) -> bool:
+        """Whether the late losses of the selection are clearly below those of the second head on the same batches; where the
+        head has learned `partly`, whether they are not clearly above."""
         below = [other - one for one, other in zip(_read(self._after or []), _read(self._beside), strict=False)]
         below = [one for one in below[-(len(below) // 2) :] if math.isfinite(one)]
         if len(below) < 2:
             return False
         error = stdev(below) / len(below) ** 0.5
-        return fmean(below) >= -WORSE * error if needed else fmean(below) > BETTER * error
+        return fmean(below) >= -WORSE * error if partly else fmean(below) > BETTER * error
 
     @property
     def _begun(self) -> float:
@@ -240,6 +240,12 @@ def _add(losses: list[torch.Tensor | float], loss: torch.Tensor | float) -> None
 def _late(losses: list[torch.Tensor | float] | None) -> float:
     """The mean of the last half."""
     return _mean(_read(losses[-(len(losses) // 2) :])) if losses else math.nan
+
+
+def _is_below(losses: list[torch.Tensor | float], level: float) -> bool:
+    """Whether the mean of the last half is, by more than a standard error."""
+    late = [loss for loss in _read(losses[-(len(losses) // 2) :]) if math.isfinite(loss)]
+    return len(late) > 1 and fmean(late) + stdev(late) / len(late) ** 0.5 < level
 
 
 def _mean(losses: list[Any]) -> float:
