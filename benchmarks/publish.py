@@ -63,7 +63,7 @@ SECTIONS = (
         TRANSFER,
         "python benchmarks/transfer.py --data DIR --device cuda      # CPU: --classes 20 --images 40",
         (
-            *("transfer_arm_cpu", "transfer_keywords_arm_cpu", "transfer_text_cpu"),
+            *("transfer_x86_openvino", "transfer_arm_cpu", "transfer_keywords_arm_cpu", "transfer_text_cpu"),
             *("transfer_cub_h200", "transfer_pets_h200", "transfer_gtsrb_h200"),
         ),
     ),
