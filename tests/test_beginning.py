@@ -116,7 +116,7 @@ def test_the_loss_must_come_back_to_where_the_head_left_it(after: list[float], t
     judged = []
     for value in after:
         begins.see(torch.tensor(value))
-        judged.append(begins.judge_(steps) is not None)
+        judged.append(begins.judge_() is not None)
     assert judged == [False] * 9 + [taken_back] and begins.over == (not taken_back)
 
 
@@ -224,7 +224,7 @@ def test_the_scale_of_the_gradients_is_put_back_too() -> None:
     for _ in range(10):
         begins.see(torch.tensor(3.0))
     assert scaler.get_scale() == 2.0
-    assert begins.judge_(steps) is not None and scaler.get_scale() == 64.0
+    assert begins.judge_() is not None and scaler.get_scale() == 64.0
 
 
 def test_layers_that_join_a_selection_are_put_back_too() -> None:
@@ -238,7 +238,7 @@ def test_layers_that_join_a_selection_are_put_back_too() -> None:
     for _ in range(10):
         torch._foreach_add_([param.data for param in params.values()], 1.0)
         begins.see(torch.tensor([3.0]))
-    assert begins.judge_(steps) is not None
+    assert begins.judge_() is not None
     assert all(torch.equal(before[name], param) for name, param in params.items())
 
 
@@ -269,7 +269,7 @@ class Beside:
     def train(self, batch: Any, first: bool, last: bool) -> torch.Tensor:
         return torch.tensor(self.losses.pop(0))
 
-    def take_over_(self, optimizer: torch.optim.Optimizer) -> None:
+    def take_over_(self) -> None:
         self.took_over += 1
 
 
@@ -382,8 +382,8 @@ def test_a_second_try_is_judged_by_its_own_steps() -> None:
     steps, second = optimizer(model), Beside([1.5] * 10 + [1.0] * 10)
     begins = started(model, steps, second)
     for after, share in ((1.9, 0.25), (1.4, 0.0)):
-        judge(begins, steps, [after] * 10)
-        said = begins.judge_(steps)
+        judge(begins, [after] * 10)
+        said = begins.judge_()
         assert said is not None and said[1] == share
     assert begins.over
 
@@ -461,8 +461,8 @@ def judged(
     model = make()
     steps, second = optimizer(model), Beside([*beside])
     begins = started(model, steps, second, head)
-    judge(begins, steps, after)
-    said = begins.judge_(steps, left)
+    judge(begins, after)
+    said = begins.judge_(left)
     return second, None if said is None else said[1], begins.over
 
 
@@ -475,9 +475,9 @@ def started(model: nn.Module, steps: torch.optim.Optimizer, second: Beside, head
     return begins
 
 
-def judge(begins: Beginning, steps: torch.optim.Optimizer, after: list[float]) -> None:
+def judge(begins: Beginning, after: list[float]) -> None:
     for value in after:
-        assert begins.judge_(steps) is None
+        assert begins.judge_() is None
         begins.train_second_head(None, first=True, last=True)
         begins.see(torch.tensor(value))
 
@@ -640,7 +640,7 @@ def test_after_a_quarter_of_it_the_head_alone_trains() -> None:
     for _ in range(20):
         torch._foreach_add_([param.data for param in model.parameters()], 1.0)
         begins.see(torch.tensor(3.0))
-        told.append(begins.judge_(steps))
+        told.append(begins.judge_())
     said = [one for one in told if one is not None]
     assert [share for _, share in said] == [0.25, 0.0] and [told.index(one) for one in said] == [9, 19] and begins.over
     assert all("the head left it at 1" in why for why, _ in said)

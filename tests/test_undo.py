@@ -56,7 +56,7 @@ def test_the_first_copy_counts() -> None:
         undo.keep({"weight": model.weight})
         with torch.no_grad():
             model.weight.add_(1)
-    undo.rollback_(sgd(model))
+    undo.rollback_()
     assert torch.equal(model.weight, start)
 
 
@@ -66,7 +66,7 @@ def test_buffers_outside_the_state_dict_are_rolled_back_but_not_handed_out() -> 
     undo = Undo(model, sgd(model))
     model.scratch.add_(1)
     assert undo.changed() == {}
-    undo.rollback_(sgd(model))
+    undo.rollback_()
     assert torch.equal(model.scratch, torch.zeros(2))
 
 

@@ -144,7 +144,7 @@ class Beginning:
         if self._undo is not None:
             self._undo.keep_buffers()
 
-    def judge_(self, optimizer: torch.optim.Optimizer, left: float = math.inf) -> tuple[str, float] | None:
+    def judge_(self, left: float = math.inf) -> tuple[str, float] | None:
         """After as many steps as were planned for the head: if the selection does harm, put everything back as it was when it
         came into force, but the head as the second one is by now. Returns why, and the share of the units to try next: none
         if they could not be judged in the steps that are `left`."""
@@ -154,11 +154,11 @@ class Beginning:
         if why is None:
             self.end()
             return None
-        self._undo.rollback_(optimizer)
+        self._undo.rollback_()
         if self._scaler is not None and self._scale is not None:
             self._scaler.load_state_dict(self._scale)
         if self._second is not None and learns:
-            self._second.take_over_(optimizer)
+            self._second.take_over_()
         share = 0.0 if self.tries or not learns or left < len(self._losses) else SMALLER
         self.tries, self._after, self._beside = self.tries + 1, [], []
         if not share:

@@ -56,8 +56,9 @@ class Undo:
         then = {**self._params, **{name: b for name, b in self._buffers.items() if name in saved}}
         return {name: now[name].detach().clone() for name, was in then.items() if not _same(now[name], was)}
 
-    def rollback_(self, optimizer: torch.optim.Optimizer) -> None:
+    def rollback_(self) -> None:
         """Put everything back as it was. An optimizer that came later starts afresh."""
+        optimizer = self._optimizer
         params, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
         with torch.no_grad():
             for name, was in self._params.items():

@@ -321,7 +321,7 @@ class Loop:
         if selection is not None:
             self._use(selection, start)
         left = math.inf if self.total_steps is None else self.total_steps - self.steps
-        if (taken_back := self.beginning.judge_(self.engine.optimizer, left)) is not None:
+        if (taken_back := self.beginning.judge_(left)) is not None:
             self.engine.forget()
             smaller = self.controller.shrink(self.progress, self.engine.mode, taken_back[1])
             if smaller.params.issubset(self.profile.head):  # nothing is left to judge

@@ -116,14 +116,14 @@ class SecondHead:
             self._models |= self._engine.make_prefix_model(batch)
         return self._models
 
-    def take_over_(self, optimizer: torch.optim.Optimizer) -> None:
+    def take_over_(self) -> None:
         """The head goes on from here, but for what the user has frozen meanwhile."""
         for name, param in self._params.items():
             if param.requires_grad:
                 with torch.no_grad():
                     param.copy_(self._copies[name])
                 if state := self._like.state.get(self._copies[name]):
-                    optimizer.state[param] = copy.deepcopy(dict(state))
+                    self._optimizer.state[param] = copy.deepcopy(dict(state))
 
     def state(self) -> dict[str, Any]:
         """In plain types."""

@@ -372,7 +372,7 @@ class Session:
 
     def rollback(self) -> None:
         """Weights, buffers and optimizer state as they were at the start. The session goes on from there."""
-        self._undoable().rollback_(self.optimizer)
+        self._undoable().rollback_()
         self.optimizer.zero_grad(set_to_none=True)
         changes.forget(self._loop)
 
