@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from pliant.core.budget import Budget, Progress
-from pliant.core.types import Selection, Unit
 from pliant.cost.measure import timed
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
@@ -28,16 +27,16 @@ from pliant.runtime.torch_internals import without_dynamo
 from pliant.session import arguments, changes, checkpoint, own_loop, resume
 from pliant.session.controller import Controller
 from pliant.session.delta import Undo
-from pliant.session.feedback import Feedback, Round
 from pliant.session.fit import fit
 from pliant.session.loop import Loop
 from pliant.session.norms import Norms
-from pliant.session.run_log import RunLog, described, display
+from pliant.session.readings import Readings
+from pliant.session.run_log import RunLog
 
 _OPEN: WeakKeyDictionary[nn.Module, ref[Session]] = WeakKeyDictionary()  # a model has one session at a time
 
 
-class Session:
+class Session(Readings):
     """Trains chosen layers of your model inside a budget. The model is not wrapped.
 
     >>> import torch, torch.nn.functional as F
@@ -131,37 +130,7 @@ class Session:
         self._closed: bool = False
         _OPEN[model] = ref(self)
 
-    # ------------------------------------------------------------ what the user reads
-
-    @property
-    def selection(self) -> Selection:
-        """What is chosen now."""
-        return self._loop.selection
-
-    @property
-    def units(self) -> tuple[Unit, ...]:
-        """Everything that can be chosen, nearest the loss first; empty before the first step."""
-        return self._controller.units
-
-    @property
-    def policy(self) -> Policy:
-        """The method and its budget as they are now."""
-        return self._controller.policy
-
-    @property
-    def profile(self) -> Profile:
-        """What a step costs here, for any selection, in the mode that steps run in."""
-        return self._loop.profile
-
-    @property
-    def engine(self) -> str:
-        """The mode of the coming step: "plain", or those of "lean", "prefix" and "graphs" that work together."""
-        return str(self._engine.mode)
-
-    @property
-    def why_not(self) -> dict[str, str]:
-        """What the engine cannot do here ("graphs", "cache", "runtime", …), and why."""
-        return self._engine.why_not
+    # ------------------------------------------------------------ what may be set
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -180,29 +149,6 @@ class Session:
     @total_steps.setter
     def total_steps(self, steps: int | None) -> None:
         self._loop.total_steps = steps
-
-    @property
-    def progress(self) -> Progress:
-        """Where the run stands."""
-        return self._loop.progress
-
-    @property
-    def measured_seconds(self) -> float | None:
-        """The median of this round's last hundred steps, by this device's clock; None before its first step."""
-        return self._loop.laps.median()
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """What was asked, predicted and measured, for every selection of the run."""
-        so_far = Feedback.of(self._controller.feedback.state())
-        so_far.see(self._loop.laps.peek(), self._controller.asked_seconds(self.progress))
-        return tuple(so_far.rounds)
-
-    @property
-    def spent(self) -> dict[str, float]:
-        """Seconds of wall time since the session began: in all, for profiling, for choosing, and saved by a kept profile."""
-        known = self._controller.profile.origin if self._controller.profile is not None else {}
-        return {"all": self._loop.time.elapsed, **self._loop.time.spent, "saved": known["took"] if "cached" in known else 0.0}
 
     @property
     def log(self) -> str | os.PathLike[str] | None:
@@ -237,15 +183,6 @@ class Session:
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._check_open()
         changes.use_optimizer(self._loop, optimizer)
-
-    def __repr__(self) -> str:
-        what = self.policy, self.model, self.progress, self.engine, self._controller.selection, self.measured_seconds
-        return f"<Session{' (closed)' * self._closed}: {described(*what)}>"
-
-    def _repr_html_(self) -> str:
-        """How a notebook shows it: what the last rounds asked, predicted and measured, and what is chosen now."""
-        rounds = self.rounds if self._controller.selection is not None else ()
-        return display(self.policy.name, self.engine, self._loop.steps, rounds, self._controller.selection)
 
     # ------------------------------------------------------------ steps
 
@@ -310,11 +247,6 @@ class Session:
         read to its end in every epoch, or up to `steps_per_epoch` if that is known.
         """
         return fit(self._loop, self.step, loader, epochs, on_step)
-
-    @property
-    def caches(self) -> bool:
-        """Whether the outputs of the frozen prefix are kept by sample, as far as is known."""
-        return self._engine.caches
 
     def compute(self, function: Loss, batch: Any, ids: Any = None) -> torch.Tensor:
         """function(model, batch), detached, with the feature cache if there is one: to look at outputs between steps."""

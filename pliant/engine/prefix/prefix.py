@@ -8,10 +8,8 @@ does not run, and placeholders stand for values that nobody reads.
 Every other call runs as the user wrote it, on values with the original memory format. Frozen norms between trained layers may
 run in fused kernels too. If a pass diverges from its program, it goes on as plain PyTorch.
 
-Modules of torch's own are skipped as a whole, or run as chains (`replaced_modules`).
-
-With an inference runtime the prefix becomes a model of that runtime (`prefix_model`, `runtimes`), perhaps in int8 (`int8`),
-and is skipped like one that is cached.
+Modules of torch's own are skipped as a whole, or run as chains (`replaced_modules`). With an inference runtime the prefix
+becomes a model of that runtime (`prefix_model`, `runtimes`), perhaps in int8 (`int8`), and is skipped like one that is cached.
 """
 
 from __future__ import annotations
