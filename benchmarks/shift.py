@@ -5,10 +5,10 @@
     python benchmarks/shift.py --data DIR --quick                    # three shifts, a few images: a minute or two on a CPU
 
 A network is tuned on a set of images, then one thing changes (`shift_data.py`), and it adapts to some labelled images of the
-new world. Every arm (`shift_arms.py`) takes the same number of steps on the same batches: SGD with momentum and a cosine
-schedule. Seed 0 runs at every learning rate, and the rate with the best validation accuracy is that of the other seeds; with
-`--every-rate`, `head` and `pliant` run all of them. All arms but the first two are a `Session` with the default `norm="auto"`,
-unless their recipe has its own rule. Tables, of test accuracies:
+new world. Every arm (`shift_arms.py`) takes the same number of steps on the same batches: SGD with momentum (or AdamW) and a
+cosine schedule. Seed 0 runs at every learning rate, and the rate with the best validation accuracy is that of the other seeds;
+with `--every-rate`, `head` and `pliant` run all of them. All arms but the first two are a `Session` with the default
+`norm="auto"`, unless their recipe has its own rule. Tables, of test accuracies:
 
     arms × shifts         their means, and the worst of the differences to the better of `nothing` and `head`
     pliant less …         the difference of the means over shifts, with its 95 % interval over seeds (Student's t)
@@ -52,7 +52,7 @@ from transfer import prepare
 
 from pliant import PliantError, Session
 
-RATES = (0.003, 0.01, 0.03)
+RATES = {"sgd": (0.001, 0.003, 0.01), "adamw": (0.0001, 0.0003, 0.001)}
 BEGUN = time.monotonic()
 QUICK_SHIFTS = ("contrast", "permuted", "noised")
 
@@ -76,7 +76,7 @@ def cell(shift: str, arm: str, lr: float, seed: int, setting: dict[str, Any], ca
         if arm == "statistics":
             statistics_(model, (batch for (batch, _), _ in task.batches(size, seed, 0)))
         elif arm != "nothing":
-            session = train(model, arm, lr, seed, task, size, total, setting["by"])
+            session = train(model, arm, lr, seed, task, size, total, setting)
         out["seconds"] = clock(device) - begun
         if session is not None:
             selection = session.selection
@@ -90,10 +90,13 @@ def cell(shift: str, arm: str, lr: float, seed: int, setting: dict[str, Any], ca
         return out | {"failed": str(error)}
 
 
-def train(model: nn.Module, arm: str, lr: float, seed: int, task: tasks.Task, size: int, total: int, by: str) -> Session:
+def train(
+    model: nn.Module, arm: str, lr: float, seed: int, task: tasks.Task, size: int, total: int, setting: dict[str, Any]
+) -> Session:
     """All steps of one run."""
-    policy = arms.policy(arm, model, seed, by, total)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    policy = arms.policy(arm, model, seed, setting["by"], total)
+    params, is_sgd = model.parameters(), setting["optimizer"] == "sgd"
+    optimizer = torch.optim.SGD(params, lr=lr, momentum=0.9) if is_sgd else torch.optim.AdamW(params, lr=lr)
     session = Session(model, optimizer, loss, policy, total_steps=total)
     batches = itertools.chain.from_iterable(task.batches(size, seed, epoch) for epoch in itertools.count())
     for step, (batch, _) in enumerate(itertools.islice(batches, total)):
@@ -245,7 +248,8 @@ def main() -> None:
     tasks.FOLDER[0] = packed.folder(args.data)
     arms.check(args.arms)
     cache = args.cache or Path(os.environ.get("TMPDIR", "/tmp")) / "pliant_shift"
-    names = ("device", "network", "set", "by", "per_class", "steps", "batch", "pixels", "classes", "images", "source_epochs")
+    names = ("device", "network", "set", "optimizer", "by", "per_class", "steps", "batch")
+    names += ("pixels", "classes", "images", "source_epochs")
     setting = {name: getattr(args, name) for name in names}
     cache = cache / "_".join(str(setting[name]) for name in ("pixels", "classes", "images", "source_epochs"))
     out = record.out(args, f"shift{'_time' if args.by == 'time' else ''}")
@@ -304,6 +308,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--by", choices=("macs", "time"), default="macs", help="what shares are of")
     parser.add_argument("--per-class", type=int, default=5, help="labelled images of each class after the shift")
     parser.add_argument("--seeds", type=int, default=None, help="(3)")
+    parser.add_argument("--optimizer", choices=tuple(RATES), default="sgd", help="SGD with momentum, or AdamW")
     parser.add_argument("--rates", type=float, nargs="+", default=None, help=f"learning rates to try ({RATES})")
     parser.add_argument("--every-rate", action="store_true", help="all seeds of head and pliant at every rate")
     parser.add_argument("--steps", type=int, default=None, help="(300)")
@@ -324,7 +329,7 @@ def parsed() -> argparse.Namespace:
         for name, value in small.items():
             setattr(args, name, getattr(args, name) or value)
     args.shifts, args.arms = args.shifts or list(worlds.SHIFTS), args.arms or list(arms.MAIN)
-    args.seeds, args.rates, args.steps = args.seeds or 3, args.rates or list(RATES), args.steps or 300
+    args.seeds, args.rates, args.steps = args.seeds or 3, args.rates or list(RATES[args.optimizer]), args.steps or 300
     args.batch, args.pixels, args.source_epochs = args.batch or 32, args.pixels or 128, args.source_epochs or 12
     return args
 
