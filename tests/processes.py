@@ -65,7 +65,10 @@ class Net(nn.Module):
 
 def net() -> Net:
     torch.manual_seed(0)
-    return Net().double()
+    model = Net().double()
+    with torch.no_grad():
+        model.head.weight.mul_(0.1)  # it begins as a guess
+    return model
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:

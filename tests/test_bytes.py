@@ -318,7 +318,7 @@ def test_one_step_of_a_selection_is_measured_and_no_step_that_is_measured_counts
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr("pliant.session.loop.inference_bytes", lambda *how: seen.append(1) or measure.inference_bytes(*how))
+    monkeypatch.setattr("pliant.session.probes.inference_bytes", lambda *how: seen.append(1) or measure.inference_bytes(*how))
     with open_session() as session:
         for _ in range(10):
             session.step(few())

@@ -3,7 +3,8 @@
 A head that does not fit its data sends gradients through the network that say more about the head than about the layers. So
 the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.10054), and layers are chosen by what they can add
 to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn. While the loss is
-above that of the first steps, it goes on too: it has not begun to learn.
+above that of the first steps, it goes on too: it has not begun to learn. So it does while it is worse than a head that says
+nothing, whose weights are all zero: what it knows is wrong, as when labels have changed, and that is not for layers to mend.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
 change under the head. In as many steps as were planned for the head, its mean must not be above that of the first steps of
@@ -64,6 +65,7 @@ class Beginning:
         self._first: list[torch.Tensor | float] = []  # losses of the run
         self._beside: list[torch.Tensor | float] = []  # losses of the second head, one for each of `_after`
         self._loss_beside: torch.Tensor | float = math.nan  # of the last batch
+        self._silent: float | None = None  # the loss of a head whose weights are all zero; NaN if there is none
         self._seen = 0, False  # spans of the head alone, and whether its loss halved in the last one
 
     def see(self, loss: torch.Tensor | None) -> None:
@@ -81,16 +83,19 @@ class Beginning:
         if self._second is not None:
             _add(self._beside, self._loss_beside)
 
-    def goes_on(self, length: int) -> bool:
+    def goes_on(self, length: int, silent: Callable[[], float]) -> bool:
         """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many, or
-        is above that of the first steps still, for which it gets three times as many."""
+        is above that of the first steps still, or of a head that is `silent`. For these it gets three times as many."""
         span = max(length // 2, 1)
         spans = len(self._losses) // span
         if spans < 2 or length < _FEW:
             return False
         if spans != self._seen[0]:  # once per span: reading numbers off a GPU waits for it
+            if self._silent is None:
+                self._silent = silent()
             early, late = (_mean(_read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
-            waits = late > self._begun and spans * span < _PATIENCE * length
+            knows_nothing = min([self._begun, *filter(math.isfinite, [self._silent])])
+            waits = late > knows_nothing and spans * span < _PATIENCE * length
             self._seen = spans, waits or 0 < late < FAST * early
         return self._seen[1]
 
@@ -208,10 +213,18 @@ class Beginning:
         after = None if self._after is None else _read(self._after)
         undo, second = (None if one is None else one.state() for one in (self._undo, self._second))
         losses = {"losses": _read(self._losses), "after": after, "first": _read(self._first), "beside": _read(self._beside)}
-        return {"tries": self.tries, "over": self.over, **losses, "undo": undo, "second": second, "scale": self._scale}
+        return {
+            "tries": self.tries,
+            "over": self.over,
+            "silent": self._silent,
+            **losses,
+            "undo": undo,
+            "second": second,
+            "scale": self._scale,
+        }
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.tries, self.over, self._seen = state["tries"], state["over"], (0, False)
+        self.tries, self.over, self._silent, self._seen = state["tries"], state["over"], state["silent"], (0, False)
         self._losses, self._first, self._beside = (list(state[name]) for name in ("losses", "first", "beside"))
         self._after = None if state["after"] is None else list(state["after"])
         self._scale, self._undo, self._second = state["scale"], None, None

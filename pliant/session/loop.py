@@ -17,7 +17,7 @@ from pliant.core.budget import Budget, Progress
 from pliant.core.errors import ProbeError
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
-from pliant.cost.measure import inference_bytes, power
+from pliant.cost.measure import power
 from pliant.cost.profile import Profile
 from pliant.engine.engine import Engine
 from pliant.graph.backward import trainable
@@ -75,7 +75,6 @@ class Loop:
         self.time = RunTime(self.laps.watch.wall)
         self.resident = Resident(self.device, controller.policy.budget)
         self.stepper = Stepper(engine, [*self.params.values()], update.accumulate, self.laps, self.record, self.check_gradients)
-        self._elements = 0  # of the batch whose step is measured
         self._probes = Probes(model, loss, engine, controller, update, self.ranks, probe)
         self._full_steps = FullSteps(model, loss, self.params, engine, norms, update, self.laps, self.ranks)
         self.change_seconds = 0.0  # what the last change of the selection took, without the probe
@@ -169,7 +168,9 @@ class Loop:
                 self._measure(batch, around, ready)
             self.note(*notes)
             if head_steps := self.controller.head_is_ready(self.progress):
-                self.controller.head_goes_on = self.ranks.first(lambda: self.beginning.goes_on(head_steps))
+                silent = partial(self._probes.silent, batch, self._of(self.selection))
+                goes_on = self.beginning.goes_on(head_steps, silent)  # in every process, since a forward pass may need all
+                self.controller.head_goes_on = self.ranks.first(lambda: goes_on)
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
             looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
             if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
@@ -210,7 +211,7 @@ class Loop:
         self.beginning.see(result.loss)
         if result.bytes is not None:
             taken = self.ranks.largest(result.bytes)
-            self.controller.feedback.see_bytes(taken, self._elements)
+            self.controller.feedback.see_bytes(taken, self._probes.elements)
             self.log.memory(self.steps, self.controller.feedback.rounds[-1], taken, self.resident.growth)
         if self.policy.when.watches and self.steps % Drift.every == 0:
             held: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
@@ -274,23 +275,12 @@ class Loop:
     def measure_bytes(self, batch: Any) -> None:
         """Measure the bytes of the coming step, where that is due."""
         try:
-            self.stepper.measure_bytes(self._inference_bytes(batch))
+            with self.time.not_training("choosing"):
+                inference = self._probes.inference_bytes(batch)
+            self.stepper.measure_bytes(inference)
         except BaseException:
             self.laps.drop()
             raise
-
-    def _inference_bytes(self, batch: Any) -> int | None:
-        """What inference takes, if the bytes beyond it are to be measured in the coming step: the first of a selection whose
-        memory is limited, and of a larger batch."""
-        if self.budget.memory is None or not self.controller.correct:
-            return None
-        self._elements = self.ranks.largest(sum(tensor.numel() for tensor in batches.tensors(batch)))
-        if not self.controller.feedback.wants_bytes(self._elements):
-            return None
-        self.engine.make_room()
-        with self.time.not_training("choosing"):
-            measured = inference_bytes(self.model, self.loss, batch, True)
-            return self.profile.inference if measured is None else measured
 
     def before_forward(self) -> None:
         """Comes before each forward pass that somebody else runs."""

@@ -21,7 +21,7 @@ from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/16"
+FORMAT = "pliant.session/17"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
@@ -76,6 +76,7 @@ _STATE = {
     "beginning": {
         "tries": int,
         "over": bool,
+        "silent": _MAYBE_NUMBER,
         **{key: [NUMBER] for key in ("losses", "first", "beside")},
         "after": Either(None, [NUMBER]),
         "undo": _UNDO,
