@@ -359,6 +359,24 @@ def test_a_budget_that_falls_below_the_floor_ends_with_the_cheapest_step() -> No
         assert {selection.round for selection in chosen} == {0}
 
 
+@pytest.mark.parametrize("seconds", [0.0, 3.0])
+def test_what_choosing_takes_is_saved_in_later_steps(seconds: float) -> None:
+    """Three choices and a correction of 3 full steps each, in 200 steps."""
+    device, choose = Device(), solve.knapsack()
+
+    def slow(problem: solve.Problem) -> solve.Mask:
+        device.now += seconds * full_seconds()
+        return choose(problem)
+
+    with opened(device, replace(by_gain(0.5), solver=slow), total_steps=200) as session:
+        train(session, 200)
+        share = device.now / 200 / session.profile.full.seconds
+        choices = session.spent["choosing"] / full_seconds()
+        assert (choices > 0) == (seconds > 0)
+        assert share - choices / 200 < (0.475 if seconds else 0.501)
+        assert share > 0.45
+
+
 def test_another_budget_owes_nothing() -> None:
     device = Device(SLOW)
     with opened(device, last(0.9)) as session:

@@ -109,6 +109,16 @@ def test_what_was_overspent_is_saved_and_what_was_saved_is_not_spent() -> None:
     assert seen.overspent == 0.0 and seen.aim(ASKED) == ASKED
 
 
+def test_what_measuring_and_choosing_take_is_saved_too_and_counts_once() -> None:
+    seen = feedback()
+    seen.see([2.0] * 10, ASKED, aside=3.0)
+    assert (seen.overspent, seen.recent, seen.rounds[-1].seconds) == (3.0, 2.0, 20.0)
+    seen.see([2.0] * 10, ASKED, aside=3.0)
+    assert seen.overspent == 3.0
+    seen.see([1.9] * 10, ASKED, aside=3.5)
+    assert seen.overspent == pytest.approx(2.5)
+
+
 def test_the_next_plan_is_priced_by_the_ratio() -> None:
     seen = feedback()
     seen.see([2.5] * 10, ASKED, owes=False)

@@ -110,6 +110,10 @@ class RunTime:
         """Seconds since the run began."""
         return self._before + self._now() - self._opened
 
+    def account(self) -> dict[str, float]:
+        """Seconds of the run so far: all of them, and what they were spent on beside training."""
+        return {"all": self.elapsed, **self.spent}
+
     @contextmanager
     def not_training(self, kind: Literal["profiling", "choosing"]) -> Iterator[None]:
         """What runs inside is not training."""

@@ -255,10 +255,10 @@ class Controller:
 
     # ------------------------------------------------------------ the closed loop
 
-    def see(self, seconds: Sequence[float], now: Progress) -> None:
-        """Take in the measured seconds of the last steps."""
+    def see(self, seconds: Sequence[float], now: Progress, aside: float = 0.0) -> None:
+        """Take in the measured seconds of the last steps, and all those `aside` from steps."""
         owes = not (callable(self.policy.budget.time) or callable(self.policy.budget.energy))
-        self.feedback.see(seconds, self.asked_seconds(now), share=self._is_share(now), owes=owes)
+        self.feedback.see(seconds, self.asked_seconds(now), share=self._is_share(now), owes=owes, aside=aside)
 
     def _is_share(self, now: Progress) -> bool:
         """Whether the time that is asked for is a share of a full step."""

@@ -5,7 +5,7 @@ This is the arithmetic. `Controller.correction` (`session/controller`) calls it 
 One smoothed ratio of measured to predicted seconds prices the next plan. A selection changes only if its steps leave a band
 around what was asked, and only after a dwell time that doubles with every correction of a round. If a share of a full step was
 asked, a few steps take turns with full steps before a correction by much, one that adds, and a second one. Seconds beyond what
-was asked are saved in later steps. Seconds below it are not spent.
+was asked, and those of measuring and choosing, are saved in later steps. Seconds below it are not spent.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Feedback:
     peaks: list[tuple[int, int]] = field(default_factory=list)  # predicted and measured bytes of the last two selections
     recent: float | None = None  # seconds of a step of the selection in force
     overspent: float = 0.0  # seconds beyond what was asked
+    aside: float = 0.0  # seconds of measuring and choosing that are counted in it, or were
     waited: int = 0  # steps since the last selection or correction
     corrections: int = 0  # tried in this round
     turns: Turns | None = None  # while steps are compared with full steps
@@ -119,8 +120,10 @@ class Feedback:
         self.rounds.append(round)
         self.recent, self.waited, self.turns = None, 0, None
 
-    def see(self, seconds: Sequence[float], asked: float | None, share: bool = False, owes: bool = True) -> None:
-        """Take in the measured seconds of the last steps.
+    def see(
+        self, seconds: Sequence[float], asked: float | None, share: bool = False, owes: bool = True, aside: float = 0.0
+    ) -> None:
+        """Take in the measured seconds of the last steps, and those that the run has spent `aside` from its steps so far.
 
         A `share` is one of a full step that nothing disturbs, so all steps count as the quicker ones among them. Where a
         function of progress says what is left, nothing is owed (`owes`).
@@ -139,6 +142,8 @@ class Feedback:
         now.seconds += sum(seconds)
         now.steps += len(seconds)
         taken = typical * len(seconds) if share else sum(seconds)
+        taken += max(aside - self.aside, 0.0)
+        self.aside = max(aside, self.aside)
         self.overspent = max(self.overspent + taken - asked * len(seconds), 0.0) if asked is not None and owes else 0.0
 
     def aim(self, asked: float) -> float:

@@ -267,7 +267,8 @@ class Loop:
 
     def read_steps(self) -> None:
         """Let the closed loop see what the last steps took."""
-        self.controller.see(self.ranks.slowest(self.laps.read()), self.progress)
+        aside, *steps = self.ranks.slowest([sum(self.time.spent.values()), *self.laps.read()])
+        self.controller.see(steps, self.progress, aside)
         if self.energy is not None and self.controller.profile is not None and self.controller.correct:
             seconds = sum(round.seconds for round in self.controller.feedback.rounds)
             self.controller.profile = self.energy.update(self.controller.profile, seconds, self.time.elapsed)
@@ -389,8 +390,7 @@ class Loop:
     def close(self) -> None:
         """Restore trainable flags and modes as they were found."""
         try:
-            spent = {"all": self.time.elapsed, **self.time.spent}
-            self.log.write("end", step=self.steps, round=self.round, **self.resident.now(), spent=spent)
+            self.log.write("end", step=self.steps, round=self.round, **self.resident.now(), spent=self.time.account())
         finally:
             self.resident.close()
             self.stepper.release()

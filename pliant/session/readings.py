@@ -75,7 +75,7 @@ class Readings:
     def spent(self) -> dict[str, float]:
         """Seconds of wall time since the session began: in all, for profiling, for choosing, and saved by a kept profile."""
         known = self._controller.profile.origin if self._controller.profile is not None else {}
-        return {"all": self._loop.time.elapsed, **self._loop.time.spent, "saved": known["took"] if "cached" in known else 0.0}
+        return {**self._loop.time.account(), "saved": known["took"] if "cached" in known else 0.0}
 
     @property
     def caches(self) -> bool:

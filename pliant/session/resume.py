@@ -21,7 +21,7 @@ from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/17"
+FORMAT = "pliant.session/18"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
@@ -60,6 +60,7 @@ _STATE = {
         "peaks": [(NUMBER, NUMBER)],
         "recent": _MAYBE_NUMBER,
         "overspent": NUMBER,
+        "aside": NUMBER,
         "waited": int,
         "corrections": int,
         "turns": Either(None, {"mine": [NUMBER], "full": [NUMBER]}),
