@@ -15,7 +15,7 @@ from pliant.runtime.sandbox import sandbox
 from pliant.runtime.torch_internals import BatchNormBase, NormBase
 
 NormRule = Literal["auto", "chosen", "frozen", "as-is"]
-ENOUGH = 1000  # values of a channel in a batch: on statistics of far fewer a network trains worse than on those it has
+ENOUGH = 500  # values of a channel in a batch: with statistics of fewer a norm trains worse than with those it has
 STRANGE = 0.4  # |log| of the ratio of a batch's variances and those of before: photographs are below, drawings above it
 _FORGOTTEN = 0.01  # of what running statistics began with
 
@@ -30,8 +30,8 @@ def in_eights(values: torch.Tensor) -> bool:
 class BatchNormModes:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
 
-    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" all do where
-    batches are too small for good statistics (`settle_`), unless training is plain. The user's wish is the mode of the module
+    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" others do too
+    that see too few values for good statistics (`settle_`), unless training is plain. The user's wish is the mode of the module
     where that is not the one set here, or the mode that the whole model was switched to.
     """
 
@@ -56,26 +56,29 @@ class BatchNormModes:
                 self._wanted[name] = module.training
         self._whole = self.model.training
 
-    def settle_(self, run: Callable[[], Any]) -> float | None:
-        """Decide what "auto" means from one forward pass, `run`, that leaves no trace. Norms keep their running statistics
-        where a batch holds fewer than `ENOUGH` values per channel and resembles those statistics, in the median over norms.
-        Returns that number of values then, else None.
+    def settle_(self, run: Callable[[], Any], priced: str | None = None) -> str | None:
+        """Decide what "auto" means from one forward pass, `run`, that leaves no trace. A norm keeps its running statistics
+        where the batch has fewer than `ENOUGH` values per channel, if the batch resembles those statistics, in the median over
+        norms. Steps that are `priced` already stay so. Returns what the log should say.
 
         A new norm has no statistics yet: it does not count, and uses batch statistics when it is chosen.
         """
         if self.is_settled:
             return None
         learned = self._learned()
+        if priced == "frozen":
+            self._frozen = frozenset(learned)
+            return None
         seen = _shown(self.model, learned.values(), run) if learned else {}
-        few = median(values for values, _ in seen.values()) if seen else ENOUGH
-        freeze = few < ENOUGH and median(strangeness for _, strangeness in seen.values()) < STRANGE
-        self._frozen = frozenset(name for name, module in learned.items() if freeze and module in seen)
-        return few if freeze else None
-
-    def settle_as_(self, rule: str) -> None:
-        """Decide what "auto" means as it was decided elsewhere: where steps were priced (`priced`)."""
-        if not self.is_settled:
-            self._frozen = frozenset(self._learned() if rule == "frozen" else ())
+        resembles = bool(seen) and median(strangeness for _, strangeness in seen.values()) < STRANGE
+        few = (name for name, norm in learned.items() if norm in seen and seen[norm][0] < ENOUGH)
+        self._frozen = frozenset(few if resembles else ())
+        if priced == "chosen" and self.priced == "frozen":
+            self._frozen = frozenset()
+        if not self._frozen:
+            return None
+        who = "norms" if len(self._frozen) == len(self._norms) else f"{len(self._frozen)} of {len(self._norms)} norms"
+        return f"{who} use their running statistics: a batch has fewer than {ENOUGH} values per channel there"
 
     def _learned(self) -> dict[str, nn.Module]:
         return {name: module for name, module in self._norms.items() if _has_learned(module)}

@@ -45,14 +45,11 @@ class Norms:
             other = mismatched(batch)
             notes.append(self._statistics.see_(partial(loss, batch), None if other is None else partial(loss, other)))
         if not self._modes.is_settled:
-            if profile is not None and "norms" in profile.origin:
-                self._modes.settle_as_(profile.origin["norms"])
-            few = self._modes.settle_(partial(loss, batch))
+            note = self._modes.settle_(partial(loss, batch), profile.origin.get("norms") if profile is not None else None)
             if not self._ranks.is_alone:
-                few, frozen = self._ranks.first(lambda: (few, self._modes.state()))
+                note, frozen = self._ranks.first(lambda: (note, self._modes.state()))
                 self._modes.load(frozen)
-            if few is not None:
-                notes.append(f"norms use their running statistics: a batch has {few:.0f} values per channel")
+            notes.append(note)
         return [note for note in notes if note is not None]
 
     def keep(self, batch: Any, now: Progress, budget: Budget) -> None:
