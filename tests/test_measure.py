@@ -869,6 +869,20 @@ def test_norms_that_are_not_chosen_are_timed_at_rest(norm: Any, monkeypatch: pyt
     assert profile.origin["norms"] == norm
 
 
+def test_a_full_step_beside_a_run_does_not_write_to_statistics() -> None:
+    """Else the engine would make everything again that it has derived from them, and the steps after it would take longer."""
+    model, x = norm_net()
+    for _ in range(2):
+        mean_square(model, x).backward()
+    before = [(name, buffer, buffer.clone(), buffer._version) for name, buffer in model.named_buffers()]
+    step = measure.FullStep(model, sgd(model), mean_square, dict(model.named_parameters()), Watch(torch.device("cpu")))
+    assert step.seconds(x) > 0
+    for (name, buffer, value, version), (_, now) in zip(before, model.named_buffers(), strict=True):
+        assert now is buffer and buffer._version == version and torch.equal(buffer, value), name
+    mean_square(model, x)
+    assert int(model[1].num_batches_tracked) == 3
+
+
 def test_seconds_multiply_with_the_batches_of_a_step_but_the_optimizer_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)), torch.randn(6, 5)
     clock, step = Clock(), sandbox_module.scratch_step

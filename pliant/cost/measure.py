@@ -36,7 +36,7 @@ from pliant.runtime.clock import Watch, device_name, undisturbed
 from pliant.runtime.energy import Meter
 from pliant.runtime.memory import LiveBytes, StandIns, inference_peak, storage
 from pliant.runtime.optimizer_step import Update
-from pliant.runtime.sandbox import sandbox
+from pliant.runtime.sandbox import sandbox, spare_statistics_
 
 _PYTORCH = KernelPrices()
 
@@ -349,6 +349,7 @@ class FullStep:
         """Seconds of one. Leaves no trace. The first makes the optimizer's state, so it should not count."""
         trial = self._trial
         with sandbox(trial.model), undisturbed():
+            spare_statistics_(trial.model)
             trial.batch = batch
             try:
                 return trial.step(trial.params)

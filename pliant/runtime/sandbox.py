@@ -14,7 +14,7 @@ from torch import nn
 from pliant.runtime.compiled import eager
 from pliant.runtime.optimizer_step import needs_closure
 from pliant.runtime.rng import rng_states, set_rng_states
-from pliant.runtime.torch_internals import reshard_
+from pliant.runtime.torch_internals import NormBase, reshard_
 from pliant.runtime.trainable import found, restore_
 
 
@@ -61,6 +61,13 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
         for param, grad in grads.items():
             param.grad = grad
         set_rng_states(rng)
+
+
+def spare_statistics_(model: nn.Module) -> None:
+    """Inside of a sandbox: let norms write into copies of their statistics. What was derived from the real ones stays valid."""
+    for module in model.modules():
+        if isinstance(module, NormBase) and not isinstance(module, torch.jit.ScriptModule):
+            module._buffers.update({name: None if b is None else b.clone() for name, b in module._buffers.items()})
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
