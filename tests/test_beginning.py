@@ -122,7 +122,10 @@ def test_the_loss_must_come_back_to_where_the_head_left_it(after: list[float], t
     for value in after:
         begins.see(torch.tensor(value))
         judged.append(begins.judge_() is not None)
-    assert judged == [False] * 9 + [taken_back] and begins.over == (not taken_back)
+    assert judged == [False] * 9 + [taken_back]
+    if not taken_back:
+        watch(begins, [-9.0] * 20)
+        assert begins.over
 
 
 @pytest.mark.parametrize(
@@ -340,6 +343,9 @@ class Beside:
     def train(self, batch: Any, first: bool, last: bool) -> torch.Tensor:
         return torch.tensor(self.losses.pop(0))
 
+    def stop(self) -> None:
+        assert not self.losses
+
     def take_over_(self) -> None:
         self.took_over += 1
 
@@ -444,6 +450,46 @@ def test_a_first_batch_that_is_bad_says_nothing() -> None:
     assert judged([1.0] * 10, [0.9] * 10, head=[math.nan] * 2 + [2.0] * 8)[1] is None
 
 
+@pytest.mark.parametrize(
+    ("after", "taken_back"),
+    [
+        ([1.9] * 20, False),
+        ([2.1] * 10, True),
+        ([0.5] * 10 + [2.1] * 10, True),
+        ([0.5] * 9 + [15.0] + [0.5] * 10, False),
+        ([0.5] * 15 + [math.nan] * 5, True),
+        ([0.5] * 20 + [9.0] * 30, False),  # it is not watched for ever
+    ],
+)
+def test_a_selection_that_has_passed_must_not_lose_all_that_was_learned(after: list[float], taken_back: bool) -> None:
+    """The losses were 2.0 at the start."""
+    model, second = make(), Beside([1.5] * 10)
+    begins = started(model, optimizer(model), second)
+    judge(begins, [1.4] * 10)
+    assert begins.judge_() is None
+    with torch.no_grad():
+        before = model[0].weight.clone()
+        model[0].weight.add_(1.0)
+    said = watch(begins, after)
+    assert [share for _, share in said] == [0.0] * taken_back and begins.over
+    assert second.took_over == taken_back
+    assert torch.equal(model[0].weight, before) == taken_back
+
+
+def test_a_rate_that_rises_after_the_test_makes_the_head_go_on_alone(tmp_path: Path) -> None:
+    model, log = blocks(norm=False), tmp_path / "run.jsonl"
+    steps = torch.optim.SGD([{"params": [*model[0].parameters()]}, {"params": [*model[4].parameters()]}], lr=0.1, momentum=0.9)
+    with Session(model, steps, loss, policy(), total_steps=100, log=log) as session:
+        for batch in batches(10) * 10:
+            if passed := session._loop.beginning._passed:
+                steps.param_groups[0]["lr"] = 1e4
+            session.step(batch)
+        assert passed == 1 and names(session) == ["4"]
+    notes = [line["text"] for line in lines(log, "note") if "taken back" in line["text"]]
+    assert len(notes) == 1 and "again" in notes[0] and "the head alone trains" in notes[0]
+    assert float(model[0].weight.detach().abs().max()) < 9
+
+
 def test_a_quarter_is_only_tried_where_it_can_be_judged() -> None:
     assert [judged([1.5] * 10, [1.9] * 10, left=left)[1] for left in (10, 9)] == [0.25, 0.0]
 
@@ -527,13 +573,15 @@ def test_a_run_whose_optimizer_was_replaced_can_be_resumed(late: int, limited: b
 def judged(
     beside: list[float], after: list[float], head: Sequence[float] = (2.0,) * 10, left: float = math.inf
 ) -> tuple[Beside, float | None, bool]:
-    """Ten steps of the head, and ten of a selection that is judged. Returns the second head, the share to try next, and whether
-    all is over."""
+    """Ten steps of the head, and ten of a selection that is judged; if it passes, twenty more with a low loss. Returns the second
+    head, the share to try next, and whether all is over."""
     model = make()
     steps, second = optimizer(model), Beside([*beside])
     begins = started(model, steps, second, head)
     judge(begins, after)
     said = begins.judge_(left)
+    if said is None:
+        watch(begins, [-9.0] * 20)
     return second, None if said is None else said[1], begins.over
 
 
@@ -551,6 +599,16 @@ def judge(begins: Beginning, after: list[float]) -> None:
         assert begins.judge_() is None
         begins.train_second_head(None, first=True, last=True)
         begins.see(torch.tensor(value))
+
+
+def watch(begins: Beginning, after: list[float]) -> list[tuple[str, float]]:
+    """Further steps of a selection that has passed, without a second head. Returns what is said of them."""
+    said = []
+    for value in after:
+        assert not begins.train_second_head(None, first=True, last=True)
+        begins.see(torch.tensor(value))
+        said += [one for one in (begins.judge_(),) if one is not None]
+    return said
 
 
 def blocks(norm: bool = True) -> nn.Sequential:

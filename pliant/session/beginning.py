@@ -11,7 +11,8 @@ change under the head. In as many steps as were planned for the head, its mean m
 the run, where a network guesses, and it must not end there, nor clearly above that of the second head. Where the head alone has
 learned most by then, or hardly anything, it must end clearly below: more layers soon learn the same samples by heart, and to be
 as good as a head that guesses says nothing. If a selection fails, it does not help, or the rate is too high for so many layers.
-Then the run goes on from where it would be with the head alone, and tries fewer.
+Then the run goes on from where it would be with the head alone, and tries fewer. One that passes is watched a little longer: its
+loss must not come back above that of the first steps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BETTER, WORSE = 2.0, 3.0  # standard errors: clearly below the loss of the secon
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
 _BEGIN = 2  # the first steps
-_PATIENCE = 3  # times the steps that were planned for the head: so long a head may take that does not learn yet
+_PATIENCE = 3  # times the steps planned for the head: so long may one take that does not learn yet, and is a selection watched
 _FEW = 8  # steps of the head alone: the losses of fewer say little
 _AT_ONCE = 256  # losses that are read off a device
 
@@ -57,6 +58,7 @@ class Beginning:
         self._scaler, self._make_second = scaler, second
         self._scale: dict[str, Any] | None = None  # the state of the scaler when the selection came into force
         self.tries = 0  # selections that were taken back
+        self._passed = 0  # spans in which the selection did no harm: the test, and those after it
         self.over = False
         self._losses: list[torch.Tensor | float] = []  # of the head alone
         self._after: list[torch.Tensor | float] | None = None  # of the selection that is judged
@@ -80,7 +82,7 @@ class Beginning:
             _add(self._losses, loss)
             return
         _add(self._after, loss)
-        if self._second is not None:
+        if self._second is not None and not self._passed:
             _add(self._beside, self._loss_beside)
 
     def goes_on(self, length: int, silent: Callable[[], float]) -> bool:
@@ -121,10 +123,11 @@ class Beginning:
 
     def train_second_head(self, batch: Any, first: bool, last: bool) -> bool:
         """Comes before each batch that a selection trains on, the `first` and the `last` of a step. Returns whether there is a
-        second head."""
-        if self._second is not None:
-            self._loss_beside = self._second.train(batch, first, last)
-        return self._second is not None
+        second head, and the selection is still tested."""
+        if self._second is None or self._passed:
+            return False
+        self._loss_beside = self._second.train(batch, first, last)
+        return True
 
     def drop_second_head(self) -> None:
         """It is no measure any more, or there is no room for it."""
@@ -150,21 +153,25 @@ class Beginning:
             self._undo.keep_buffers()
 
     def judge_(self, left: float = math.inf) -> tuple[str, float] | None:
-        """After as many steps as were planned for the head: if the selection does harm, put everything back as it was when it
-        came into force, but the head as the second one is by now. Returns why, and the share of the units to try next: none
-        if they could not be judged in the steps that are `left`."""
+        """After as many steps as were planned for the head, and a few times more: if the selection does harm, put everything
+        back as it was when it came into force, but the head as the second one is by now. Returns why, and the share of the units
+        to try next: none if they could not be judged in the steps that are `left`, or a selection failed that had passed."""
         if self.over or self._undo is None or self._after is None or len(self._after) < len(self._losses):
             return None
-        why, learns = self._found()
+        why, learns = self._found_later() if self._passed else self._found()
         if why is None:
-            self.end()
+            self._passed, self._after = self._passed + 1, []
+            if self._second is not None:
+                self._second.stop()
+            if self._passed == _PATIENCE:
+                self.end()
             return None
         self._undo.rollback_()
         if self._scaler is not None and self._scale is not None:
             self._scaler.load_state_dict(self._scale)
         if self._second is not None and learns:
             self._second.take_over_()
-        share = 0.0 if self.tries or not learns or left < len(self._losses) else SMALLER
+        share = 0.0 if self.tries or self._passed or not learns or left < len(self._losses) else SMALLER
         self.tries, self._after, self._beside = self.tries + 1, [], []
         if not share:
             self.end()
@@ -186,6 +193,11 @@ class Beginning:
             return None, learns
         losses = f"the loss is {after:.4g}, at the start it was {begun:.4g}"
         return f"{losses}; the head alone went from {before:.4g} to {beside:.4g}", learns
+
+    def _found_later(self) -> tuple[str | None, bool]:
+        """What is wrong with a selection that has passed the test."""
+        after, begun = _mean(_read(self._after or [])), self._begun
+        return None if after <= begun else f"the loss is {after:.4g} again, at the start it was {begun:.4g}", True
 
     def _keeps_up(self, partly: bool) -> bool:
         """Whether the late losses of the selection are clearly below those of the second head on the same batches; where the
@@ -215,6 +227,7 @@ class Beginning:
         losses = {"losses": _read(self._losses), "after": after, "first": _read(self._first), "beside": _read(self._beside)}
         return {
             "tries": self.tries,
+            "passed": self._passed,
             "over": self.over,
             "silent": self._silent,
             **losses,
@@ -224,7 +237,8 @@ class Beginning:
         }
 
     def load(self, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.tries, self.over, self._silent, self._seen = state["tries"], state["over"], state["silent"], (0, False)
+        self.tries, self._passed, self.over = state["tries"], state["passed"], state["over"]
+        self._silent, self._seen = state["silent"], (0, False)
         self._losses, self._first, self._beside = (list(state[name]) for name in ("losses", "first", "beside"))
         self._after = None if state["after"] is None else list(state["after"])
         self._scale, self._undo, self._second = state["scale"], None, None

@@ -76,6 +76,7 @@ _STATE = {
     },
     "beginning": {
         "tries": int,
+        "passed": int,
         "over": bool,
         "silent": _MAYBE_NUMBER,
         **{key: [NUMBER] for key in ("losses", "first", "beside")},

@@ -116,6 +116,10 @@ class SecondHead:
             self._models |= self._engine.make_prefix_model(batch)
         return self._models
 
+    def stop(self) -> None:
+        """Train no further. What made training quick is freed."""
+        self._models, self._missing = {}, []
+
     def take_over_(self) -> None:
         """The head goes on from here, but for what the user has frozen meanwhile."""
         for name, param in self._params.items():
