@@ -573,8 +573,8 @@ def test_a_run_whose_optimizer_was_replaced_can_be_resumed(late: int, limited: b
 def judged(
     beside: list[float], after: list[float], head: Sequence[float] = (2.0,) * 10, left: float = math.inf
 ) -> tuple[Beside, float | None, bool]:
-    """Ten steps of the head, and ten of a selection that is judged; if it passes, twenty more with a low loss. Returns the second
-    head, the share to try next, and whether all is over."""
+    """Ten steps of the head, and ten of a selection that is judged; if it passes, twenty more with a low loss. Returns the
+    second head, the share to try next, and whether all is over."""
     model = make()
     steps, second = optimizer(model), Beside([*beside])
     begins = started(model, steps, second, head)

@@ -11,8 +11,8 @@ change under the head. In as many steps as were planned for the head, its mean m
 the run, where a network guesses, and it must not end there, nor clearly above that of the second head. Where the head alone has
 learned most by then, or hardly anything, it must end clearly below: more layers soon learn the same samples by heart, and to be
 as good as a head that guesses says nothing. If a selection fails, it does not help, or the rate is too high for so many layers.
-Then the run goes on from where it would be with the head alone, and tries fewer. One that passes is watched a little longer: its
-loss must not come back above that of the first steps.
+Then the run goes on from where it would be with the head alone, and tries fewer. One that passes is watched a little longer:
+its loss must not come back above that of the first steps.
 """
 
 from __future__ import annotations
@@ -154,8 +154,9 @@ class Beginning:
 
     def judge_(self, left: float = math.inf) -> tuple[str, float] | None:
         """After as many steps as were planned for the head, and a few times more: if the selection does harm, put everything
-        back as it was when it came into force, but the head as the second one is by now. Returns why, and the share of the units
-        to try next: none if they could not be judged in the steps that are `left`, or a selection failed that had passed."""
+        back as it was when it came into force, but the head as the second one is by now. Returns why, and the share of the
+        units to try next. There is none if they could not be judged in the steps that are `left`, or if a selection failed
+        that had passed."""
         if self.over or self._undo is None or self._after is None or len(self._after) < len(self._losses):
             return None
         why, learns = self._found_later() if self._passed else self._found()
