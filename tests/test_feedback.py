@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pliant.session.feedback import DWELL, ENOUGH, LEAST, OVER, PAY_BACK, UNDER, Feedback, Round
+from pliant.session.feedback import DWELL, ENOUGH, LEAST, OVER, PAY_BACK, UNDER, Feedback, Round, Turns
 
 ASKED, FULL = 2.0, 4.0
 
@@ -112,11 +112,30 @@ def test_what_was_overspent_is_saved_and_what_was_saved_is_not_spent() -> None:
 def test_what_measuring_and_choosing_take_is_saved_too_and_counts_once() -> None:
     seen = feedback()
     seen.see([2.0] * 10, ASKED, aside=3.0)
-    assert (seen.overspent, seen.recent, seen.rounds[-1].seconds) == (3.0, 2.0, 20.0)
+    assert (seen.owed, seen.overspent, seen.recent, seen.rounds[-1].seconds) == (3.0, 0.0, 2.0, 20.0)
+    assert seen.aim(ASKED) == pytest.approx(ASKED - 3.0 / PAY_BACK)
     seen.see([2.0] * 10, ASKED, aside=3.0)
-    assert seen.overspent == 3.0
+    assert seen.owed == 3.0
     seen.see([1.9] * 10, ASKED, aside=3.5)
-    assert seen.overspent == pytest.approx(2.5)
+    assert seen.owed == pytest.approx(2.5)
+    seen.see([2.0] * 10, ASKED, owes=False, aside=4.0)
+    assert seen.owed == 0.0
+
+
+def test_full_steps_judge_past_steps_anew_but_not_what_measuring_took() -> None:
+    seen = feedback()
+    seen.see([2.5] * 10, ASKED, aside=3.0)
+    turns = Turns([2.0] * ENOUGH, [4.0] * (ENOUGH + 1))
+    seen.reassess(turns, ASKED)
+    assert (seen.overspent, seen.owed) == (0.0, 3.0)
+
+
+def test_what_measuring_took_is_not_owed_under_another_budget() -> None:
+    seen = feedback()
+    seen.see([], ASKED, aside=3.0)  # a change of the budget reads all steps first, and there may be none
+    seen.forget()
+    seen.see([2.0] * 10, ASKED, aside=3.0)
+    assert seen.owed == 0.0
 
 
 def test_the_next_plan_is_priced_by_the_ratio() -> None:

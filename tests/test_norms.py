@@ -150,7 +150,7 @@ def test_auto_rests_where_too_few_samples_tell_what_they_are_like(rows: int) -> 
 def test_auto_rests_those_that_the_pass_gets_to() -> None:
     model = pretrained()
     norms = BatchNormModes(model, "auto")
-    assert str(norms.settle_(lambda: model.a(alike(50)))).startswith("1 of 3 norms use their running statistics")
+    assert str(norms.settle_(lambda: model.a(alike(50)))).startswith("1 of 3 norms keep their running statistics")
     assert norms.state() == ["a"] and norms.priced == "chosen"
 
 

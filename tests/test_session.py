@@ -495,7 +495,7 @@ def test_norms_that_have_learned_rest_where_batches_are_small(tmp_path: Path) ->
         assert session.profile.origin["norms"] == "frozen"
     assert differences(before, snapshot(model)["buffers"]) == []
     assert all(module.training for module in model.modules())
-    assert "norms use their running statistics" in log.read_text()
+    assert "norms keep their running statistics" in log.read_text()
     with Session(model, sgd(model), classify, recipes.full()) as session:
         session.step(data()[0])
     assert differences(before, snapshot(model)["buffers"])  # plain training

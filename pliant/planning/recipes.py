@@ -45,9 +45,9 @@ def pliant(
 ) -> Policy:
     """Our own, and the default: the layers that lower the loss most, inside all limits at once.
 
-    The head trains alone for the share `head_first` of the run, and longer while its loss halves or is above where it began;
-    then layers are chosen. With `head_first=0` they are chosen before the first step. They are chosen again when their values
-    have changed, or as `when` says.
+    The head trains alone for the share `head_first` of the run, and longer while its loss halves, or is above where it began
+    or that of a guess. Then layers are chosen. With `head_first=0` they are chosen before the first step. They are chosen again
+    when their values have changed, or as `when` says.
     """
     return Policy(
         units.layers(),

@@ -30,9 +30,9 @@ def in_eights(values: torch.Tensor) -> bool:
 class BatchNormModes:
     """Keeps norms with running statistics in the mode that the choice asks for, and knows the mode that the user wants.
 
-    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" others do too
-    that see too few values for good statistics (`settle_`), unless training is plain. The user's wish is the mode of the module
-    where that is not the one set here, or the mode that the whole model was switched to.
+    A norm whose parameters are not chosen uses its running statistics, whatever `model.train()` says. With "auto" so does one
+    that is chosen but sees too few values for good statistics (`settle_`), unless training is plain. The user's wish is the
+    mode of the module where that is not the one set here, or the mode that the whole model was switched to.
     """
 
     model: nn.Module
@@ -59,7 +59,7 @@ class BatchNormModes:
     def settle_(self, run: Callable[[], Any], priced: str | None = None) -> str | None:
         """Decide what "auto" means from one forward pass, `run`, that leaves no trace. A norm keeps its running statistics
         where the batch has fewer than `ENOUGH` values per channel, if the batch resembles those statistics, in the median over
-        norms. Steps that are `priced` already stay so. Returns what the log should say.
+        norms. Where a profile has `priced` steps by a rule already, that rule stays. Returns what the log should say.
 
         A new norm has no statistics yet: it does not count, and uses batch statistics when it is chosen.
         """
@@ -77,8 +77,11 @@ class BatchNormModes:
             self._frozen = frozenset()
         if not self._frozen:
             return None
-        who = "norms" if len(self._frozen) == len(self._norms) else f"{len(self._frozen)} of {len(self._norms)} norms"
-        return f"{who} use their running statistics: a batch has fewer than {ENOUGH} values per channel there"
+        some = f"{len(self._frozen)} of {len(self._norms)} norms"
+        return (
+            f"{some} keep their running statistics even when chosen (unless everything trains without a budget): a batch has "
+            f"fewer than {ENOUGH} values per channel there"
+        )
 
     def _learned(self) -> dict[str, nn.Module]:
         return {name: module for name, module in self._norms.items() if _has_learned(module)}
@@ -178,7 +181,9 @@ def _shown(model: nn.Module, norms: Collection[nn.Module], run: Callable[[], Any
 
     def on_input(norm: nn.Module, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
-        seen[norm] = input.numel() / max(input.shape[1], 1), distance(cast("NormBase", norm), input)
+        values = input.numel() / max(input.shape[1], 1)
+        if norm not in seen or values < seen[norm][0]:  # of several calls, that with the fewest
+            seen[norm] = values, distance(cast("NormBase", norm), input)
 
     hooks = [norm.register_forward_pre_hook(on_input, with_kwargs=True) for norm in norms]
     try:

@@ -3,16 +3,17 @@
 A head that does not fit its data sends gradients through the network that say more about the head than about the layers. So
 the head trains alone first ("linear probing, then fine-tuning", arXiv 2202.10054), and layers are chosen by what they can add
 to it. While the loss halves, the head goes on alone: what it learns by itself, other layers need not learn. While the loss is
-above that of the first steps, it goes on too: it has not begun to learn. So it does while it is worse than a head that says
-nothing, whose weights are all zero: what it knows is wrong, as when labels have changed, and that is not for layers to mend.
+above that of the first steps, it goes on too: it has not begun to learn. The same holds while it is worse than a `silent` head,
+whose weights are all zero: what it knows is wrong, as when labels have changed, and other layers cannot mend that.
 
 Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
-change under the head. In as many steps as were planned for the head, its mean must not be above that of the first steps of
-the run, where a network guesses, and it must not end there, nor clearly above that of the second head. Where the head alone has
-learned most by then, or hardly anything, it must end clearly below: more layers soon learn the same samples by heart, and to be
-as good as a head that guesses says nothing. If a selection fails, it does not help, or the rate is too high for so many layers.
-Then the run goes on from where it would be with the head alone, and tries fewer. One that passes is watched a little longer:
-its loss must not come back above that of the first steps.
+change under the head. The test takes as many steps as were planned for the head. Neither their mean loss nor that of their
+last half may be above that of the first steps of the run, where a network guesses, nor may the latter be clearly above that of
+the second head. Where the head alone has learned most by then, or hardly anything, it must be clearly below: more layers soon
+learn the same samples by heart, and to be as good as a head that guesses says nothing. If a selection fails, it does not help,
+or the rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries fewer.
+One that passes is watched for a few times as many steps, without the second head: its loss must not come back above that of
+the first steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BETTER, WORSE = 2.0, 3.0  # standard errors: clearly below the loss of the secon
 SMALLER = 0.25  # of the units, in the second try; the third is the head alone
 _LEAST = 10  # steps of the head alone, if that is no more than a quarter of the run
 _BEGIN = 2  # the first steps
-_PATIENCE = 3  # times the steps planned for the head: so long may one take that does not learn yet, and is a selection watched
+_PATIENCE = 3  # times the steps planned for the head: the longest that it trains alone without learning, or that a test takes
 _FEW = 8  # steps of the head alone: the losses of fewer say little
 _AT_ONCE = 256  # losses that are read off a device
 
@@ -86,8 +87,8 @@ class Beginning:
             _add(self._beside, self._loss_beside)
 
     def goes_on(self, length: int, silent: Callable[[], float]) -> bool:
-        """Whether the head trains on alone, after `length` steps: whether its loss halved in the last whole half of so many, or
-        is above that of the first steps still, or of a head that is `silent`. For these it gets three times as many."""
+        """Whether the head trains on alone, after `length` steps: its loss halved in the last whole half of so many steps, or
+        is still above that of the first steps or of a `silent` head. The latter may last three times as long."""
         span = max(length // 2, 1)
         spans = len(self._losses) // span
         if spans < 2 or length < _FEW:
@@ -164,7 +165,7 @@ class Beginning:
             self._passed, self._after = self._passed + 1, []
             if self._second is not None:
                 self._second.stop()
-            if self._passed == _PATIENCE:
+            if self._passed == _PATIENCE or self._second is None:
                 self.end()
             return None
         self._undo.rollback_()
@@ -198,7 +199,7 @@ class Beginning:
     def _found_later(self) -> tuple[str | None, bool]:
         """What is wrong with a selection that has passed the test."""
         after, begun = _mean(_read(self._after or [])), self._begun
-        return None if after <= begun else f"the loss is {after:.4g} again, at the start it was {begun:.4g}", True
+        return None if after <= begun else f"later its loss rose to {after:.4g}, at the start it was {begun:.4g}", True
 
     def _keeps_up(self, partly: bool) -> bool:
         """Whether the late losses of the selection are clearly below those of the second head on the same batches; where the

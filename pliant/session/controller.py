@@ -256,7 +256,7 @@ class Controller:
     # ------------------------------------------------------------ the closed loop
 
     def see(self, seconds: Sequence[float], now: Progress, aside: float = 0.0) -> None:
-        """Take in the measured seconds of the last steps, and all those `aside` from steps."""
+        """Take in the measured seconds of the last steps, and those of measuring and choosing so far (`aside`)."""
         owes = not (callable(self.policy.budget.time) or callable(self.policy.budget.energy))
         self.feedback.see(seconds, self.asked_seconds(now), share=self._is_share(now), owes=owes, aside=aside)
 

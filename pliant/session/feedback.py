@@ -104,8 +104,9 @@ class Feedback:
     ratio: float = 1.0  # measured over predicted seconds, smoothed
     peaks: list[tuple[int, int]] = field(default_factory=list)  # predicted and measured bytes of the last two selections
     recent: float | None = None  # seconds of a step of the selection in force
-    overspent: float = 0.0  # seconds beyond what was asked
-    aside: float = 0.0  # seconds of measuring and choosing that are counted in it, or were
+    overspent: float = 0.0  # seconds of steps beyond what was asked
+    owed: float = 0.0  # seconds of measuring and choosing that are not saved yet
+    aside: float = 0.0  # seconds of measuring and choosing so far
     waited: int = 0  # steps since the last selection or correction
     corrections: int = 0  # tried in this round
     turns: Turns | None = None  # while steps are compared with full steps
@@ -123,11 +124,14 @@ class Feedback:
     def see(
         self, seconds: Sequence[float], asked: float | None, share: bool = False, owes: bool = True, aside: float = 0.0
     ) -> None:
-        """Take in the measured seconds of the last steps, and those that the run has spent `aside` from its steps so far.
+        """Take in the measured seconds of the last steps, and those of measuring and choosing since the run began (`aside`).
 
         A `share` is one of a full step that nothing disturbs, so all steps count as the quicker ones among them. Where a
         function of progress says what is left, nothing is owed (`owes`).
         """
+        new, self.aside = max(aside - self.aside, 0.0), max(aside, self.aside)
+        asked = asked if owes else None
+        self.owed = 0.0 if asked is None else self.owed + new
         if not seconds or not self.rounds:
             return
         now = self.rounds[-1]
@@ -142,13 +146,12 @@ class Feedback:
         now.seconds += sum(seconds)
         now.steps += len(seconds)
         taken = typical * len(seconds) if share else sum(seconds)
-        taken += max(aside - self.aside, 0.0)
-        self.aside = max(aside, self.aside)
-        self.overspent = max(self.overspent + taken - asked * len(seconds), 0.0) if asked is not None and owes else 0.0
+        left = 0.0 if asked is None else self.overspent + taken - asked * len(seconds)
+        self.overspent, self.owed = max(left, 0.0), max(self.owed + min(left, 0.0), 0.0)
 
     def aim(self, asked: float) -> float:
         """What a step should take from now on."""
-        return max(asked - self.overspent / PAY_BACK, LEAST * asked)
+        return max(asked - (self.overspent + self.owed) / PAY_BACK, LEAST * asked)
 
     def is_off(self, asked: float) -> bool:
         """Whether steps take more than they should, or so much less that more could be chosen."""
@@ -233,7 +236,7 @@ class Feedback:
 
     def forget(self, bytes: bool = False) -> None:
         """Another budget: nothing is owed from the old one. Another way to keep tensors: nothing is known of its `bytes`."""
-        self.overspent, self.corrections, self.waited, self.turns = 0.0, 0, 0, None
+        self.overspent, self.owed, self.corrections, self.waited, self.turns = 0.0, 0.0, 0, 0, None
         if bytes:
             self.peaks = []
 

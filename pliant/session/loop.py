@@ -162,6 +162,8 @@ class Loop:
         self._shared_time = self.ranks.first(lambda: self.time.now(self.steps, mean)) if shared else None
         self._heed_flags()
         try:
+            if self.norms.looks:
+                self.laps.watch.settle()  # to wait for steps that still run is no measuring
             with self.time.not_training("profiling"):
                 notes = self.norms.look(self.engine.loss_alone, batch, self.controller.profile)
             if not self.controller.units:
@@ -169,14 +171,15 @@ class Loop:
             self.note(*notes)
             if head_steps := self.controller.head_is_ready(self.progress):
                 silent = partial(self._probes.silent, batch, self._of(self.selection))
-                goes_on = self.beginning.goes_on(head_steps, silent)  # in every process, since a forward pass may need all
+                with self.time.not_training("choosing"):
+                    goes_on = self.beginning.goes_on(head_steps, silent)  # in every process: a forward pass may need all
                 self.controller.head_goes_on = self.ranks.first(lambda: goes_on)
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
             looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
             if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
                 self.read_steps()
-            if due:
-                self.laps.watch.settle()  # to wait for steps that still run is not choosing
+            if due or turns is not None:
+                self.laps.watch.settle()
             with self.time.not_training("choosing"):
                 self._choose(batch)
         except BaseException:

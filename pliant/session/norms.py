@@ -38,6 +38,11 @@ class Norms:
         """The rule to price steps by."""
         return self._modes.priced
 
+    @property
+    def looks(self) -> bool:
+        """Whether something is to be decided from forward passes on the coming batch."""
+        return (self._statistics.is_due and self._ranks.is_alone) or not self._modes.is_settled
+
     def look(self, loss: Callable[[Any], Any], batch: Any, profile: Profile | None) -> list[str]:
         """Decide, from forward passes on this batch, what is not decided yet. Returns what the log should say."""
         notes = []

@@ -65,14 +65,15 @@ class Probes:
         return values
 
     def silent(self, batch: Any, head: Mapping[str, nn.Parameter]) -> float:
-        """The loss on this batch if all weights of the head were zero: of a classifier, that of a guess. NaN if it has none."""
+        """The loss on this batch if all weights of the head were zero: for a classifier, that of a guess. NaN where such a loss
+        cannot be computed."""
         copies = {param: param.detach().clone() for param in head.values()}
         with sandbox(self._model, ()), torch.no_grad():
             try:
                 for param in copies:
                     param.zero_()
                 return float(self._engine.loss_alone(batch))
-            except Exception:  # this loss cannot be had of zeros
+            except Exception:  # the loss needs gradients, or fails on such outputs
                 return math.nan
             finally:
                 for param, copy in copies.items():

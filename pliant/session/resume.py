@@ -60,6 +60,7 @@ _STATE = {
         "peaks": [(NUMBER, NUMBER)],
         "recent": _MAYBE_NUMBER,
         "overspent": NUMBER,
+        "owed": NUMBER,
         "aside": NUMBER,
         "waited": int,
         "corrections": int,

@@ -87,9 +87,9 @@ class Session(Readings):
 
         - `engine`: how steps run, such as "plain" or "lean". "auto" follows one fixed rule.
         - `norm`: which batch norms use batch statistics: those of chosen layers ("chosen"), none ("frozen"), or as the
-          modules' modes say ("as-is"). "auto" is the rule of the recipe. If it has none, it is "chosen", or "frozen" if batches
-          are small and like the pretraining data. It also replaces running statistics that do not fit the first batches, and
-          after the last of `total_steps` those that lag behind the weights.
+          modules' modes say ("as-is"). "auto" is the rule of the recipe. If it has none, it is "chosen", but without norms that
+          see few values per channel in a batch, if batches are like the pretraining data. It also replaces running statistics
+          that do not fit the first batches, and after the last of `total_steps` those that lag behind the weights.
         - `clip`, `scaler`, `accumulate`: gradient clipping by norm, a GradScaler, and batches per optimizer step.
         - `on_nan`: a step with gradients that are not finite is skipped ("skip"), an error ("raise") or taken ("ignore"). By
           default it is skipped on the CPU. Elsewhere it is taken, since to check would make every step wait for the device.

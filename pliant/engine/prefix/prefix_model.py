@@ -223,40 +223,22 @@ class InferenceRuntime:
         """The model of a prefix, or why there is none. It is in int8 if that is calibrated, and near enough."""
         if export.refusal is not None:
             return export.refusal
-        kinds, refusals = self._can_run(plan)
-        if not kinds:
-            return "; ".join(refusals)
-        start = time.monotonic()
-        try:
-            written, inputs = export.model()
-        except Exception as error:  # PyTorch can still run the prefix
-            return f"it cannot be written as ONNX: {first_line(error)}"
-        try:
-            for kind in kinds:
-                found = self._on(kind, written, inputs, plan, export, batch)
-                if not isinstance(found, str):
-                    return found
-                refusals.append(found)
-        finally:
-            self._seconds.append(time.monotonic() - start)
-        return "; ".join(refusals)
-
-    def _can_run(self, plan: PrefixPlan) -> tuple[list[type[Loaded]], list[str]]:
-        """The runtimes that compute values of these types and can be imported; and why others cannot."""
-        calls = [plan.calls[at] for at in plan.prefix_calls]
-        types = {plan.values[number].dtype for call in calls for number in (*call.reads, *call.makes) if number >= 0}
-        kinds, refusals = list[type[Loaded]](), list[str]()
+        refusals, written = list[str](), None
         for kind in self.kinds:
-            why = None if kind.computes(types) else "its integers are not PyTorch's"
-            try:
-                kind.prepare()
-            except Exception as error:
-                why = first_line(error)
-            if why is None:
-                kinds.append(kind)
-            else:
+            if (why := _why_not_on(kind, plan)) is not None:
                 refusals.append(f"{kind.title} cannot run it: {why}")
-        return kinds, refusals
+                continue
+            start = time.monotonic()
+            try:
+                written = written or export.model()
+            except Exception as error:  # PyTorch can still run the prefix
+                return f"it cannot be written as ONNX: {first_line(error)}"
+            found = self._on(kind, *written, plan, export, batch)
+            self._seconds.append(time.monotonic() - start)
+            if not isinstance(found, str):
+                return found
+            refusals.append(found)
+        return "; ".join(refusals)
 
     def _on(
         self,
@@ -316,6 +298,18 @@ class InferenceRuntime:
         if loaded is None:
             loaded = self._loaded[key] = kind(model(), torch.get_num_threads())
         return loaded
+
+
+def _why_not_on(kind: type[Loaded], plan: PrefixPlan) -> str | None:
+    """Why a runtime cannot run the prefix: it does not compute values of these types, or cannot be imported."""
+    calls = [plan.calls[at] for at in plan.prefix_calls]
+    if not kind.computes({plan.values[number].dtype for call in calls for number in (*call.reads, *call.makes) if number >= 0}):
+        return "its integers are not PyTorch's"
+    try:
+        kind.prepare()
+    except Exception as error:
+        return first_line(error)
+    return None
 
 
 def first_line(error: Exception) -> str:
