@@ -184,11 +184,13 @@ class Controller:
 
     def _plan(self, now: Progress, mode: Mode, near: Sequence[Unit] = ()) -> Selection:
         """A selection that is `near` changes as little as it must."""
-        correction = None  # at the start, a budget that cannot be kept is an error
-        if self.feedback.rounds:
+        policy, correction = replace(self.policy, budget=self._budget(mode)), None
+        can_begin = (
+            self.policy.budget.energy is None and self.feedback.owed > 0 and has_time(policy, self.prices(mode), self.units)
+        )
+        if self.feedback.rounds or can_begin:  # at the start, a budget that cannot be kept is an error
             asked = self.asked_seconds(now)
             correction = self.feedback.limit(asked, bool(near)) / asked if asked is not None and self.correct else 1.0
-        policy = replace(self.policy, budget=self._budget(mode))
         if now.round == 0 and self.warm_up(now):
             policy = replace(policy, solver=fixed())
         values, within = without(self.values, self.frozen), self._bytes_within(now, mode)

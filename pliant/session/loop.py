@@ -170,13 +170,11 @@ class Loop:
                 self._measure(batch, around, ready)
             self.note(*notes)
             if head_steps := self.controller.head_is_ready(self.progress):
-                silent = partial(self._probes.silent, batch, self._of(self.selection))
-                with self.time.not_training("choosing"):
-                    goes_on = self.beginning.goes_on(head_steps, silent)  # in every process: a forward pass may need all
+                with self.time.not_training("choosing"):  # in every process, since a forward pass may need all
+                    goes_on = self.beginning.goes_on(head_steps, partial(self._probes.silent, batch, self._of(self.selection)))
                 self.controller.head_goes_on = self.ranks.first(lambda: goes_on)
             due, turns = self.controller.is_due(self.progress), self.controller.feedback.turns
-            looks = self.laps.unread >= LOOK_EVERY or (turns is not None and turns.is_last)
-            if looks or (due and self.laps.unread >= LOOK_EVERY // 2):
+            if self.laps.unread >= (LOOK_EVERY // 2 if due else LOOK_EVERY) or (turns is not None and turns.is_last):
                 self.read_steps()
             if due or turns is not None:
                 self.laps.watch.settle()
@@ -206,9 +204,8 @@ class Loop:
     def record(self, result: StepResult) -> None:
         """A step is over: count it and write it down."""
         self.engine.release()
-        self.note(*self.engine.news())
-        if result.loss is not None and self.engine.skipped:
-            self.note("step skipped: its gradients are not finite")
+        skipped = result.loss is not None and self.engine.skipped
+        self.note(*self.engine.news(), "step skipped: its gradients are not finite" if skipped else None)
         self.steps += 1
         self.log.step(self.steps, self.round, result.loss, result.seconds)
         self.beginning.see(result.loss)
@@ -217,11 +214,11 @@ class Loop:
             self.controller.feedback.see_bytes(taken, self._probes.elements)
             self.log.memory(self.steps, self.controller.feedback.rounds[-1], taken, self.resident.growth)
         if self.policy.when.watches and self.steps % Drift.every == 0:
-            held: dict[str, torch.Tensor] = {**self.params, **self.engine.leaves()}
+            held = {**self.params, **self.engine.leaves()}
             self.controller.drift.see(self.ranks.total(signals.watch(held, self.selection.units)))
         if self.steps == self.total_steps:  # so that the model is evaluated as it was trained
             with self.time.not_training("profiling"):
-                self.note(self.norms.finish_(self.model, self.engine.loss_alone))
+                self.note(self.norms.finish_(self.model, partial(self.engine.loss_on, self.engine.prefix_models)))
 
     # ------------------------------------------------------------ measuring
 
@@ -243,11 +240,11 @@ class Loop:
         self.settle(self.budget)
         self.log.start(self.policy, self.profile, self.controller.units, str(self.engine.mode), self.time.spent["profiling"])
         self.note(*notes)
+        self.read_steps()  # the first selection saves what this took
 
     def leave_out_unheld(self) -> str | None:
         """What the optimizer does not hold would be paid for and never move: it is not chosen. Returns what to say of it."""
-        params = [name for unit in self.controller.units for name in unit.params]
-        held, text = leave_out_unheld(self.params, self.engine.optimizer, params)
+        held, text = leave_out_unheld(self.params, self.engine.optimizer, [n for u in self.controller.units for n in u.params])
         self.controller.keep_only(held)
         return text
 
@@ -272,7 +269,7 @@ class Loop:
         """Let the closed loop see what the last steps took."""
         aside, *steps = self.ranks.slowest([sum(self.time.spent.values()), *self.laps.read()])
         self.controller.see(steps, self.progress, aside)
-        if self.energy is not None and self.controller.profile is not None and self.controller.correct:
+        if steps and self.energy is not None and self.controller.profile is not None and self.controller.correct:
             seconds = sum(round.seconds for round in self.controller.feedback.rounds)
             self.controller.profile = self.energy.update(self.controller.profile, seconds, self.time.elapsed)
 

@@ -65,17 +65,16 @@ class Norms:
             self._last.append(batch)
 
     def finish_(self, model: nn.Module, loss: Callable[[Any], Any]) -> str | None:
-        """After the last step: re-estimate what trained over the last batches, if the first of them says so. Returns what the
-        log should say.
+        """After the last step: re-estimate what trained over the last batches. `loss` is that of a step. Returns what the log
+        should say.
 
         In training a norm uses the statistics of each batch, and its running statistics follow slowly. Weights that still move
         fast leave them behind: then the network of the evaluation is not the one that was trained (arXiv 2105.07576).
         """
-        batches, statistics = [*self._last], NormStatistics(model, self._modes.trained())
+        batches, norms = [*self._last], self._modes.trained()
         self._last.clear()
-        if not statistics.norms or len(batches) < LOOKS:
-            return None
-        return statistics.catch_up_([partial(loss, batch) for batch in batches])
+        is_due = norms and len(batches) == LOOKS
+        return NormStatistics(model, norms).catch_up_(partial(loss, batch) for batch in batches) if is_due else None
 
     def estimate(self, runs: Iterable[Run]) -> str:
         """Re-estimate running statistics on given batches. Returns what the log should say."""

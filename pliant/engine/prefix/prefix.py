@@ -15,6 +15,7 @@ becomes a model of that runtime (`prefix_model`, `runtimes`), perhaps in int8 (`
 from __future__ import annotations
 
 import gc
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -78,6 +79,7 @@ class Prefix:
         self.memory_is_limited = False
         self.runs_chains = False  # whether layers after the prefix may run as chains
         self.reasons: dict[str, str] = {}  # what it does not do, and why
+        self.seconds_per_model = 0.0  # what the last rehearsal took, where that made a model of the runtime
         self._weights = Weights()
         self._names: Any = WeakTensorKeyDictionary()  # leaf → a number that no other ever has
         self.forget()
@@ -99,11 +101,6 @@ class Prefix:
     @property
     def asks_int8(self) -> bool:
         return self._runtime is not None and self._runtime.int8 is not None
-
-    @property
-    def seconds_per_model(self) -> float:
-        """What the runtime's model of another prefix costs, as far as is known."""
-        return self.runtime.seconds_per_model if self.runtime is not None else 0.0
 
     def why_not(self, is_on: bool) -> dict[str, str]:
         """What it does not do, and why; while it is off, just why the runtime does not serve."""
@@ -169,7 +166,9 @@ class Prefix:
             key, is_hooked = self._key(tensors, kept, choice)
             plan = self._programs.get(key)
         if plan is None and rehearse is not None:
+            start = time.monotonic()
             rehearse()
+            self.seconds_per_model = time.monotonic() - start if self.runtime is not None else 0.0
             plan = self._programs.get(key)
         if plan is None:
             return self._record(key, forward, tensors, samples, is_hooked)

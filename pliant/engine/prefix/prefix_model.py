@@ -6,7 +6,6 @@ The model is written as ONNX while one pass runs as plain PyTorch. It is used on
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -199,12 +198,6 @@ class InferenceRuntime:
     def __init__(self, kinds: Sequence[type[Loaded]], int8: int8.Int8 | None = None, in_float32: bool = True) -> None:
         self.kinds, self.int8, self.in_float32 = tuple(kinds), int8, in_float32
         self._loaded: WeakValueDictionary[Hashable, Loaded] = WeakValueDictionary()
-        self._seconds: list[float] = []
-
-    @property
-    def seconds_per_model(self) -> float:
-        """What another prefix costs; 0 before the first."""
-        return sum(self._seconds) / max(len(self._seconds), 1)
 
     def see(self, batch: list[torch.Tensor]) -> None:
         """A batch that goes through the model."""
@@ -228,13 +221,11 @@ class InferenceRuntime:
             if (why := _why_not_on(kind, plan)) is not None:
                 refusals.append(f"{kind.title} cannot run it: {why}")
                 continue
-            start = time.monotonic()
             try:
                 written = written or export.model()
             except Exception as error:  # PyTorch can still run the prefix
                 return f"it cannot be written as ONNX: {first_line(error)}"
             found = self._on(kind, *written, plan, export, batch)
-            self._seconds.append(time.monotonic() - start)
             if not isinstance(found, str):
                 return found
             refusals.append(found)
