@@ -19,7 +19,7 @@ OVER, UNDER = 0.02, 0.10  # of what is aimed at: the band in which nothing is co
 MUCH = 0.2  # of what is aimed at: a correction of steps that take more than that beyond it compares them with full steps first
 DWELL = 10  # steps until the first correction of a round; each one doubles it
 PAY_BACK = 50  # steps in which overspent seconds are saved
-LEAST = 0.92  # of what was asked: steps go no lower to save
+LEAST = 0.95  # of what was asked: steps go no lower to save
 FLATTEST = 0.5  # of measured over predicted: bytes never grow more slowly than that with their prediction
 ENOUGH = 5  # steps: fewer say nothing, since the first ones of a selection pay for the change
 
