@@ -167,10 +167,11 @@ class Feedback:
 
     def may_correct(self, asked: float, seconds: float, left: int) -> bool:
         """Whether the selection has had its time, and what it misses in the steps that are left is more than the seconds that
-        another selection costs."""
+        another selection costs: twice as much at the second attempt of a round, and so on, since what looks like a miss after
+        an attempt is often a device whose speed changes."""
         if self.recent is None or self.waited < DWELL * 2**self.corrections:
             return False
-        return self.is_off(asked) and abs(self.recent - self.aim(asked)) * left > seconds
+        return self.is_off(asked) and abs(self.recent - self.aim(asked)) * left > seconds * (1 + self.corrections)
 
     def correcting(self, in_turn: bool) -> None:
         """A correction is tried, where steps take turns with full steps first (`in_turn`). The next one waits twice as long."""
