@@ -734,8 +734,7 @@ def test_fit_is_the_loop_over_epochs() -> None:
         optimizer = adamw(model)
         policy = on_steady_device(recipes.elastic_layers(time=0.8, when=schedule.every(epochs=1)))
         torch.manual_seed(1)
-        known = {} if fit else {"steps_per_epoch": 4, "total_steps": 12}
-        with Session(model, optimizer, classify, policy, **known) as session:
+        with Session(model, optimizer, classify, policy, steps_per_epoch=None if fit else 4) as session:
             if fit:
                 means = session.fit(data(4), epochs=3, on_step=lambda progress, value: seen.append(progress.step))
                 assert seen == list(range(1, 13))

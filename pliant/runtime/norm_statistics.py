@@ -166,12 +166,20 @@ class NormStatistics:
         install_(self.model, self.mean)
         return f"norm statistics are re-estimated over {LOOKS} batches: {differ}, and {told}"
 
-    def catch_up_(self, runs: Iterable[Run]) -> str | None:
-        """Replace the running statistics by the mean over these batches, each seen as in a step. One that fails is left out.
-        Returns what the log should say."""
-        mean, many = self._mean(runs, skips=True, as_in_a_step=True)
+    def catch_up_(self, run: Run, others: Iterable[Run]) -> str | None:
+        """Replace the running statistics by the mean over some batches, if the first of them, `run`, says that they lag behind
+        the weights: if its variances lie far from them (`FAR`), and its own statistics lower its loss (`BETTER`). The `others`
+        run as in a step. Returns what the log should say."""
+        seen = look(self.model, self.norms, run)
+        if seen is None or seen[1] <= FAR or not math.isfinite(seen[0]):
+            return None
+        loss_of_batch, first = of_batch(self.model, self.norms, run)
+        losses = f"the loss of a batch is {loss_of_batch:.3g} with its own, {seen[0]:.3g} with the running ones"
+        if not seen[0] - loss_of_batch > BETTER * abs(seen[0]):
+            return f"after the last step, norm statistics are kept: {losses}"
+        mean, many = self._mean(others, first, are_as_in_a_step=True)
         install_(self.model, mean)
-        return f"after the last step, norm statistics are re-estimated over {many} batches" if many else None
+        return f"after the last step, norm statistics are re-estimated over {many} batches: {losses}"
 
     def estimate_(self, runs: Iterable[Run]) -> int:
         """Replace the running statistics by the mean over these batches, and look no further. Returns how many there were."""
@@ -180,15 +188,18 @@ class NormStatistics:
         self.looks, self.replaced, self.mean = LOOKS, many > 0, {}
         return many
 
-    def _mean(self, runs: Iterable[Run], skips: bool = False, as_in_a_step: bool = False) -> tuple[Statistics, int]:
-        """The mean over the statistics of these batches, and over how many. One that has none is an error, unless `skips`."""
-        mean, many = Statistics(), 0
+    def _mean(
+        self, runs: Iterable[Run], first: Statistics | None = None, are_as_in_a_step: bool = False
+    ) -> tuple[Statistics, int]:
+        """The mean over the statistics of a `first` batch and of these, and over how many. A batch that has none is an error,
+        or left out if these are as in a step."""
+        mean, many = first or {}, 1 if first else 0
         for run in runs:
-            _, statistics = of_batch(self.model, self.norms, run, as_in_a_step)
+            _, statistics = of_batch(self.model, self.norms, run, are_as_in_a_step)
             if statistics:
                 many += 1
                 mean = mean_of(mean, statistics, many)
-            elif not skips:
+            elif not are_as_in_a_step:
                 raise ValueError(
                     "the statistics of this batch cannot be computed: the loss fails on it, or a norm has a single value per "
                     "channel. Give larger batches of the kind that the loss takes."

@@ -214,11 +214,11 @@ class Loop:
             self.controller.feedback.see_bytes(taken, self._probes.elements)
             self.log.memory(self.steps, self.controller.feedback.rounds[-1], taken, self.resident.growth)
         if self.policy.when.watches and self.steps % Drift.every == 0:
-            held = {**self.params, **self.engine.leaves()}
-            self.controller.drift.see(self.ranks.total(signals.watch(held, self.selection.units)))
+            moved = signals.watch({**self.params, **self.engine.leaves()}, self.selection.units)
+            self.controller.drift.see(self.ranks.total(moved))
         if self.steps == self.total_steps:  # so that the model is evaluated as it was trained
             with self.time.not_training("profiling"):
-                self.note(self.norms.finish_(self.model, partial(self.engine.loss_on, self.engine.prefix_models)))
+                self.note(self.norms.finish_(self.model, self.engine.loss_alone, self.engine.loss_of_step))
 
     # ------------------------------------------------------------ measuring
 
