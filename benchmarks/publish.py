@@ -19,11 +19,11 @@ FACTS = re.compile(r"hardware (?P<hardware>.+?), python \S+, torch (?P<torch>[^,
 
 # The README's table: file, section, method, and what the README calls it.
 README_ROWS = (
-    ("transfer_arm_cpu", "mobilenet_v2/cub", "full", "bird species: full fine-tuning"),
-    ("transfer_arm_cpu", "mobilenet_v2/cub", "last 0.4", "bird species: last layers, `time=0.4`"),
-    ("transfer_arm_cpu", "mobilenet_v2/cub", "pliant 0.4", "bird species: **pliant**, `time=0.4`"),
-    ("transfer_arm_cpu", "mobilenet_v2/gtsrb", "full", "traffic signs: full fine-tuning"),
-    ("transfer_arm_cpu", "mobilenet_v2/gtsrb", "pliant 0.4", "traffic signs: **pliant**, `time=0.4` (we lose)"),
+    ("transfer_x86_openvino", "mobilenet_v2/cub", "full", "bird species: full fine-tuning"),
+    ("transfer_x86_openvino", "mobilenet_v2/cub", "last 0.4", "bird species: last layers, `time=0.4`"),
+    ("transfer_x86_openvino", "mobilenet_v2/cub", "pliant 0.4", "bird species: **pliant**, `time=0.4`"),
+    ("transfer_x86_openvino", "mobilenet_v2/gtsrb", "full", "traffic signs: full fine-tuning"),
+    ("transfer_x86_openvino", "mobilenet_v2/gtsrb", "pliant 0.4", "traffic signs: **pliant**, `time=0.4` (we lose)"),
 )
 
 
