@@ -62,10 +62,6 @@ class ForwardPasses:
         with self.around():
             return self._loss(self._model, batch)
 
-    def loss_of_step(self, batch: Any) -> torch.Tensor:
-        """The loss as a step computes it: on the runtime's model of its prefix, if there is one."""
-        return self.loss_on(self.prefix_models, batch)
-
     def _forward(self, batch: Any, ids: Any, found: CachedRows | None) -> torch.Tensor:
         forward = partial(compute_loss, self._ranks.ddp or self._model, self._loss, batch)
         if not self.mode.prefix:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, cast
@@ -47,21 +47,17 @@ def look(model: nn.Module, norms: Mapping[str, nn.Module], run: Run) -> tuple[fl
     return (loss, median(map(float, seen.values()))) if seen else None
 
 
-def of_batch(
-    model: nn.Module, norms: Mapping[str, nn.Module], run: Run, as_in_a_step: bool = False
-) -> tuple[float, Statistics]:
+def of_batch(model: nn.Module, norms: Mapping[str, nn.Module], run: Run) -> tuple[float, Statistics]:
     """The loss with the statistics of the batch in these norms, and those statistics. Leaves no trace.
 
-    Empty where a norm has a single value per channel, or the loss fails. `as_in_a_step`: in the modes of training, so that
-    `run` may do what a step does.
+    Empty where a norm has a single value per channel, or the loss fails.
     """
     found: Statistics = {}
     momentum = {norm: norm.momentum for norm in norms.values()}
     loss = float("inf")
     try:
-        with sandbox(model), torch.set_grad_enabled(as_in_a_step):
-            if not as_in_a_step:
-                model.eval()  # dropout would add its own scatter
+        with sandbox(model), torch.no_grad():
+            model.eval()  # dropout would add its own scatter
             for norm in norms.values():
                 norm.training, norm.momentum = True, 1.0  # type: ignore[assignment]
             loss = _number(run())
@@ -166,18 +162,18 @@ class NormStatistics:
         install_(self.model, self.mean)
         return f"norm statistics are re-estimated over {LOOKS} batches: {differ}, and {told}"
 
-    def catch_up_(self, run: Run, others: Iterable[Run]) -> str | None:
-        """Replace the running statistics by the mean over some batches, if the first of them, `run`, says that they lag behind
-        the weights: if its variances lie far from them (`FAR`), and its own statistics lower its loss (`BETTER`). The `others`
-        run as in a step. Returns what the log should say."""
-        seen = look(self.model, self.norms, run)
+    def catch_up_(self, runs: Sequence[Run]) -> str | None:
+        """Replace the running statistics by the mean over these batches, if the first of them says that they lag behind the
+        weights: if its variances lie far from them (`FAR`), and its own statistics lower its loss (`BETTER`). Returns what the
+        log should say."""
+        seen = look(self.model, self.norms, runs[0])
         if seen is None or seen[1] <= FAR or not math.isfinite(seen[0]):
             return None
-        loss_of_batch, first = of_batch(self.model, self.norms, run)
+        loss_of_batch, first = of_batch(self.model, self.norms, runs[0])
         losses = f"the loss of a batch is {loss_of_batch:.3g} with its own, {seen[0]:.3g} with the running ones"
         if not seen[0] - loss_of_batch > BETTER * abs(seen[0]):
             return f"after the last step, norm statistics are kept: {losses}"
-        mean, many = self._mean(others, first, are_as_in_a_step=True)
+        mean, many = self._mean(runs[1:], first, skips=True)
         install_(self.model, mean)
         return f"after the last step, norm statistics are re-estimated over {many} batches: {losses}"
 
@@ -188,18 +184,16 @@ class NormStatistics:
         self.looks, self.replaced, self.mean = LOOKS, many > 0, {}
         return many
 
-    def _mean(
-        self, runs: Iterable[Run], first: Statistics | None = None, are_as_in_a_step: bool = False
-    ) -> tuple[Statistics, int]:
+    def _mean(self, runs: Iterable[Run], first: Statistics | None = None, skips: bool = False) -> tuple[Statistics, int]:
         """The mean over the statistics of a `first` batch and of these, and over how many. A batch that has none is an error,
-        or left out if these are as in a step."""
+        unless `skips`."""
         mean, many = first or {}, 1 if first else 0
         for run in runs:
-            _, statistics = of_batch(self.model, self.norms, run, are_as_in_a_step)
+            _, statistics = of_batch(self.model, self.norms, run)
             if statistics:
                 many += 1
                 mean = mean_of(mean, statistics, many)
-            elif not are_as_in_a_step:
+            elif not skips:
                 raise ValueError(
                     "the statistics of this batch cannot be computed: the loss fails on it, or a norm has a single value per "
                     "channel. Give larger batches of the kind that the loss takes."

@@ -218,7 +218,7 @@ class Loop:
             self.controller.drift.see(self.ranks.total(moved))
         if self.steps == self.total_steps:  # so that the model is evaluated as it was trained
             with self.time.not_training("profiling"):
-                self.note(self.norms.finish_(self.model, self.engine.loss_alone, self.engine.loss_of_step))
+                self.note(self.norms.finish_(self.model, self.engine.loss_alone))
 
     # ------------------------------------------------------------ measuring
 

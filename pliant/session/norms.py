@@ -64,9 +64,9 @@ class Norms:
         elif self._ranks.is_alone:
             self._last.append(batch)
 
-    def finish_(self, model: nn.Module, loss: Callable[[Any], Any], of_step: Callable[[Any], Any]) -> str | None:
-        """After the last step: re-estimate what trained over the last batches, if the first of them says so. `of_step` is the
-        loss as steps compute it. Returns what the log should say.
+    def finish_(self, model: nn.Module, loss: Callable[[Any], Any]) -> str | None:
+        """After the last step: re-estimate what trained over the last batches, if the first of them says so. Returns what the
+        log should say.
 
         In training a norm uses the statistics of each batch, and its running statistics follow slowly. Weights that still move
         fast leave them behind: then the network of the evaluation is not the one that was trained (arXiv 2105.07576).
@@ -75,7 +75,7 @@ class Norms:
         self._last.clear()
         if not statistics.norms or len(batches) < LOOKS:
             return None
-        return statistics.catch_up_(partial(loss, batches[0]), (partial(of_step, batch) for batch in batches[1:]))
+        return statistics.catch_up_([partial(loss, batch) for batch in batches])
 
     def estimate(self, runs: Iterable[Run]) -> str:
         """Re-estimate running statistics on given batches. Returns what the log should say."""
