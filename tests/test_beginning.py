@@ -221,6 +221,23 @@ def test_to_ask_what_a_guess_is_worth_leaves_no_trace(tmp_path: Path) -> None:
     assert not differences(*ends)
 
 
+def test_the_time_of_a_silent_head_counts_as_choosing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    with Session(model, optimizer(model), loss, policy(), total_steps=60) as session:
+        took = []
+        monkeypatch.setattr(session._loop.time, "_now", lambda: 100.0 * len(took))
+        silent = session._loop._probes.silent
+
+        def slow(*what: Any) -> float:
+            took.append(silent(*what))
+            return took[-1]
+
+        monkeypatch.setattr(session._loop._probes, "silent", slow)
+        for batch in batches(30):
+            session.step(batch)
+        assert len(took) == 1 and session.spent["choosing"] == 100.0
+
+
 @pytest.mark.parametrize(("few", "goes_on"), [(8, True), (7, False)])
 def test_of_fewer_than_eight_steps_nothing_is_told(few: int, goes_on: bool) -> None:
     begins = Beginning()

@@ -22,7 +22,7 @@ from zoo import sgd
 
 from pliant import Budget, BudgetError, Policy, Profile, Session, energy, recipes, schedule, score, solve, units, within
 from pliant.core.types import Selection
-from pliant.session.feedback import DWELL, ENOUGH
+from pliant.session.feedback import DWELL, ENOUGH, LEAST
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 SLOW, FAST = 1.25, 0.8
@@ -357,6 +357,21 @@ def test_a_budget_that_falls_below_the_floor_ends_with_the_cheapest_step() -> No
         assert {unit.name for unit in chosen[-1].units} == {"head"}
         assert chosen[-1].asked["seconds"] < chosen[-1].limit["seconds"] == chosen[-1].cost.seconds
         assert {selection.round for selection in chosen} == {0}
+
+
+def test_what_measuring_takes_is_saved_from_the_first_selection_on() -> None:
+    device = Device()
+
+    def slow(*what: Any, **how: Any) -> Profile:
+        device.now += 20 * full_seconds()
+        return light(*what, **how)
+
+    with opened(device, replace(by_gain(0.5), cost=slow)) as session:
+        first = train(session, 1)[0]
+        assert first.limit["seconds"] == pytest.approx(LEAST * first.asked["seconds"])
+        assert first.cost.seconds <= first.limit["seconds"]
+    with opened(device, replace(by_gain(0.01), cost=slow)) as session, pytest.raises(BudgetError, match="below the floor"):
+        train(session, 1)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3.0])

@@ -98,6 +98,13 @@ def test_a_correction_must_be_worth_what_it_costs() -> None:
     assert seen.may_correct(ASKED, 9.0, 10) and not seen.may_correct(ASKED, 11.0, 10)
 
 
+def test_a_later_attempt_to_correct_must_promise_more() -> None:
+    seen = feedback()
+    seen.correcting(in_turn=False)
+    seen.see([3.0] * 2 * DWELL, ASKED, owes=False)
+    assert seen.may_correct(ASKED, 4.9, 10) and not seen.may_correct(ASKED, 5.1, 10)
+
+
 def test_what_was_overspent_is_saved_and_what_was_saved_is_not_spent() -> None:
     seen = feedback()
     seen.see([2.1] * 10, ASKED)

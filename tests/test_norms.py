@@ -154,6 +154,14 @@ def test_auto_rests_those_that_the_pass_gets_to() -> None:
     assert norms.state() == ["a"] and norms.priced == "chosen"
 
 
+@pytest.mark.parametrize("rows", [(ENOUGH, ENOUGH - 1), (ENOUGH - 1, ENOUGH)])
+def test_a_norm_that_runs_twice_is_judged_by_the_smaller_batch(rows: tuple[int, int]) -> None:
+    model = pretrained()
+    norms = BatchNormModes(model, "auto")
+    norms.settle_(lambda: [model.a(alike(many)) for many in rows])
+    assert norms.state() == ["a"]
+
+
 def test_auto_rests_each_norm_that_sees_few_values() -> None:
     model = pretrained()
     norms = BatchNormModes(model, "auto")
