@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from zoo import sgd
 
 from pliant import Budget, BudgetError, Policy, Profile, Session, energy, recipes, schedule, score, solve, units, within
 from pliant.core.types import Selection
+from pliant.session.beginning import UNKNOWN
 from pliant.session.feedback import DWELL, ENOUGH, LEAST
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -55,6 +56,14 @@ def make(seed: int = 0) -> nn.Module:
 def data(count: int = 8) -> list[Batch]:
     draw = torch.Generator().manual_seed(4)
     return [(torch.randn(8, 6, generator=draw), torch.randint(0, 3, (8,), generator=draw)) for _ in range(count)]
+
+
+def learnable(count: int = 8) -> list[Batch]:
+    """Labels that follow from the inputs, so that a selection is not taken back for learning by heart."""
+    draw = torch.Generator().manual_seed(4)
+    teacher = torch.randn(6, 3, generator=draw)
+    inputs = [torch.randn(8, 6, generator=draw) for _ in range(count)]
+    return [(x, (x @ teacher).argmax(1)) for x in inputs]
 
 
 STREAM = data()
@@ -97,11 +106,11 @@ def opened(device: Device, policy: Policy, model: nn.Module | None = None, **how
     return device.runs(Session(model, sgd(model), classify, policy, clock=device.clock, **how))
 
 
-def train(session: Session, steps: int) -> list[Selection]:
+def train(session: Session, steps: int, stream: Sequence[Batch] = STREAM) -> list[Selection]:
     """What is chosen for each of so many further steps."""
     out = []
     for _ in range(steps):
-        session.step(STREAM[session.progress.step % len(STREAM)])
+        session.step(stream[session.progress.step % len(stream)])
         out.append(session.selection)
     return out
 
@@ -133,12 +142,31 @@ def test_the_mean_step_is_at_most_3_percent_over_what_was_asked(
 
 @METHODS
 def test_time_that_is_left_over_is_spent(method: Callable[[float], Policy]) -> None:
-    device = Device(FAST)
+    device, stream = Device(FAST), learnable()
     with opened(device, method(0.5)) as session:
-        train(session, 60)
+        train(session, 60, stream)
         start, asked = device.now, 0.5 * session.profile.full.seconds
-        train(session, 60)
+        train(session, 60, stream)
     assert (device.now - start) / 60 >= 0.85 * asked
+
+
+@METHODS
+def test_a_device_that_was_slow_while_it_was_measured_gets_no_more_than_its_share(method: Callable[[float], Policy]) -> None:
+    device = Device(speed=0.7, full_speed=0.7)
+    with opened(device, method(0.5)) as session:
+        train(session, 60, learnable())
+        start = device.now
+        train(session, 60, learnable())
+    assert (device.now - start) / 60 <= 1.03 * 0.5 * (0.7 * full_seconds())
+
+
+def test_nothing_is_added_to_a_selection_that_is_tested() -> None:
+    device, stream = Device(FAST), learnable()
+    with opened(device, default(0.5)) as session:
+        chosen = train(session, 120, stream)
+    first = next(step for step, selection in enumerate(chosen) if selection.round == 1)
+    added = next(step for step, selection in enumerate(chosen) if len(selection.units) > len(chosen[first].units))
+    assert added >= first + UNKNOWN
 
 
 def test_a_device_that_turns_slow_is_followed() -> None:

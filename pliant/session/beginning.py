@@ -130,6 +130,11 @@ class Beginning:
         self._loss_beside = self._second.train(batch, first, last)
         return True
 
+    @property
+    def tests(self) -> bool:
+        """Whether a selection is tested, so that nothing should be added to it."""
+        return self._after is not None and not self._passed
+
     def drop_second_head(self) -> None:
         """It is no measure any more, or there is no room for it."""
         self._second, self._beside = None, []

@@ -189,8 +189,8 @@ class Controller:
             self.policy.budget.energy is None and self.feedback.owed > 0 and has_time(policy, self.prices(mode), self.units)
         )
         if self.feedback.rounds or can_begin:  # at the start, a budget that cannot be kept is an error
-            asked = self.asked_seconds(now)
-            correction = self.feedback.limit(asked, bool(near)) / asked if asked is not None and self.correct else 1.0
+            asked, share = self.asked_seconds(now), self._is_share(now)
+            correction = self.feedback.limit(asked, bool(near), share) / asked if asked is not None and self.correct else 1.0
         if now.round == 0 and self.warm_up(now):
             policy = replace(policy, solver=fixed())
         values, within = without(self.values, self.frozen), self._bytes_within(now, mode)
@@ -268,13 +268,13 @@ class Controller:
         return given is not None and not isinstance(given(now) if callable(given) else given, str)
 
     def correction(
-        self, now: Progress, mode: Mode, change_seconds: float, measure_full: Callable[[], float]
+        self, now: Progress, mode: Mode, change_seconds: float, measure_full: Callable[[], float], tested: bool = False
     ) -> tuple[Selection | None, str | None]:
         """Another selection for the same round, if steps miss the budget, and what the log should say of it.
 
         `change_seconds` is what another selection costs beside its steps. A share of the time is one of a full step as it is
         now, so before a correction by much, a few steps take turns with full steps, if that pays: `measure_full` takes one and
-        returns its seconds. Limited memory has no room for that.
+        returns its seconds. Limited memory has no room for that. Nothing is added to a selection that is `tested`.
         """
         if self.selection is None or self.pending is not None:
             return None, None
@@ -285,7 +285,7 @@ class Controller:
         if self._budget_moved(now, mode):
             return self._planned_again(now, mode), None
         asked = self.asked_seconds(now) if self.correct and not mode.cached else None  # another boundary empties the cache
-        if asked is None:
+        if asked is None or (tested and (self.feedback.recent or 0.0) < asked):
             return None, None
         note, selection = None, None
         if self.feedback.turns is None:

@@ -179,13 +179,15 @@ class Feedback:
         self.waited = 0
         self.turns = Turns() if in_turn else None
 
-    def limit(self, asked: float, near: bool = False) -> float:
+    def limit(self, asked: float, near: bool = False, share: bool = False) -> float:
         """The seconds to plan for, so that steps take what they should. A selection `near` the one in force only adds to it, if
-        that takes less than it should: what it adds takes what was predicted for it, though the rest takes less."""
+        that takes less than it should: what it adds takes what was predicted for it, though the rest takes less. Where a
+        `share` is asked, quick steps of one selection do not enlarge another: the device may be quicker than when it was
+        measured, and so would a full step be."""
         aim = self.aim(asked)
         if near and self.recent is not None and self.recent < aim and self.ratio < 1:
             return min(self.rounds[-1].predicted + aim - self.recent, aim / self.ratio)
-        return aim / self.ratio
+        return aim / (max(self.ratio, 1.0) if share and not near else self.ratio)
 
     def reassess(self, turns: Turns, asked: float) -> None:
         """Steps took turns with full steps, and so many seconds are asked of a step now."""

@@ -305,7 +305,7 @@ class Loop:
         start = self.laps.watch.mark()
         cost = self.change_seconds + (self.engine.seconds_per_capture if self.ranks.is_alone else 0.0)
         measure_full = partial(self._full_steps.seconds, batch, self.profile.origin)
-        selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full)
+        selection, note = self.controller.correction(self.progress, self.engine.mode, cost, measure_full, self.beginning.tests)
         if self.controller.feedback.turns is None:
             self._full_steps.end()
         self.note(note)
