@@ -196,7 +196,7 @@ second table has differences of means over shifts. In the third, the best other 
 `shift_rates_h200` has five seeds at rates from 0.001, and `shift_adamw_h200` two or three. `shift_h200` is older, at higher
 rates: there `lora` and `elastic_trainer` diverge without clipping. Not run: `lora`, `elastic_trainer` and `random` at the lower
 rates, shares of time.""",
-        "python benchmarks/shift.py --data DIR --device cuda --jobs 16 --steps 200 --every-rate --seeds 5 --rates 0.001 0.003 0.01",
+        "python benchmarks/shift.py --data DIR --device cuda --steps 200 --every-rate --seeds 5 --rates 0.001 0.003 0.01",
         ("shift_rates_h200", "shift_adamw_h200", "shift_h200"),
     ),
     Section(

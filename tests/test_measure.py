@@ -489,15 +489,29 @@ def test_the_optimizers_scratch_memory_is_tried_out(foreach: bool) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Rprop])
 @pytest.mark.parametrize("more", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_the_optimizers_state_is_known_without_its_memory(kind: Any, more: dict[str, Any]) -> None:
+def test_the_optimizers_state_is_known_without_the_memory_of_large_ones(kind: Any, more: dict[str, Any]) -> None:
     if "fused" in more and kind is torch.optim.Rprop:
         more = {}  # it has no such way
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 5))
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 5))
     optimizer = kind(model.parameters(), lr=0.1, **more, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     with LiveBytes(torch.device("cpu")) as live:
         found = state_sizes(optimizer, trainable(model))
     assert found == optimizer_sizes(optimizer, trainable(model))["state"]
-    assert "fused" in more or live.peak < 64 * 64 * 4
+    assert "fused" in more or live.peak < 300 * 300 * 4
+
+
+@pytest.mark.parametrize("sizes", [state_sizes, optimizer_sizes])
+def test_an_optimizer_that_draws_random_numbers_is_tried_without_a_trace(sizes: Callable[..., Any]) -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["noise"] = torch.randn_like(param)
+
+    model = nn.Linear(8, 2)
+    before = torch.get_rng_state()
+    assert sizes(Noisy(model.parameters(), lr=0.1), trainable(model))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_parameters_outside_the_optimizer_have_no_sizes() -> None:

@@ -10,9 +10,13 @@ from torch import nn
 
 from pliant.runtime.memory import LiveBytes
 from pliant.runtime.optimizer_step import needs_closure
+from pliant.runtime.rng import keeps_rng_states
 from pliant.runtime.sandbox import scratch, scratch_step
 
+_SMALL = 1 << 16  # elements
 
+
+@keeps_rng_states()
 def optimizer_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     """Bytes of optimizer state per parameter, read off the state that a fresh step makes, and of scratch memory beside it.
 
@@ -33,10 +37,12 @@ def optimizer_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
     return {"state": state, "scratch": scratch_bytes, "together": together}
 
 
+@keeps_rng_states()
 def state_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Bytes of optimizer state per parameter, from a step on tensors that have a shape and no memory.
+    """Bytes of optimizer state per parameter, from a step of one parameter of each kind (shape, dtype, group).
 
-    Where an optimizer cannot take such a step, it takes a real one. The state of one that needs a closure does not count.
+    Large ones have a shape and no memory, unless the optimizer cannot take such a step. In Python, that takes far longer than a
+    real step of a small one. The state of an optimizer that needs a closure does not count.
     """
     if needs_closure(optimizer):
         return {}
@@ -48,7 +54,10 @@ def state_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parame
             kind = param.shape, param.dtype, group_of[id(param)]
             if kind not in kinds:
                 try:
-                    like, copies = _with_state(optimizer, [param], [torch.empty_like(param, device="meta")])
+                    if param.numel() <= _SMALL:
+                        like, copies = _with_state(optimizer, [param])
+                    else:
+                        like, copies = _with_state(optimizer, [param], [torch.empty_like(param, device="meta")])
                 except (RuntimeError, ValueError):  # fused, or written for one kind of device
                     like, copies = _with_state(optimizer, [param])
                 tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -60,6 +61,16 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(each, device)
     if "mps" in states and torch.backends.mps.is_available():
         torch.mps.set_rng_state(states["mps"])
+
+
+@contextmanager
+def keeps_rng_states() -> Iterator[None]:
+    """What is drawn inside is as if it had not been drawn."""
+    states = rng_states()
+    try:
+        yield
+    finally:
+        set_rng_states(states)
 
 
 def seed_(seed: int) -> None:
