@@ -284,6 +284,54 @@ def test_code_that_relies_on_the_layout_runs_as_it_is(how: str, why: str) -> Non
     assert torch.equal(value, classify(Relies(how), images(side=4)))
 
 
+class Pooled(nn.Module):
+    """A network of small convolutions that pools in PyTorch's own way, also inside of a block."""
+
+    def __init__(self, end: nn.Module, width: int = 8) -> None:
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(3, 8, 3, 2), nn.Conv2d(8, 8, 1)
+        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d((1, 1)), nn.Conv2d(8, 8, 1), nn.Sigmoid())
+        self.end, self.head = end, nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        return self.head(self.end(self.last(x * self.squeeze(x))))
+
+
+def pooled() -> Pooled:
+    torch.manual_seed(0)
+    return Pooled(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+
+
+def test_pooling_to_one_value_keeps_the_backward_graph() -> None:
+    model = pooled()
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), classify, recipes.last(time=1.0)) as session:
+        session.step(images())  # each node of the graph is timed
+    session, ours = train("auto", ("last.*", "head.*"), make=pooled)
+    _, plain = train("plain", ("last.*", "head.*"), make=pooled)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    assert session.engine == "prefix" and "kernels" not in session.why_not
+
+
+def test_where_the_backward_graph_differs_kernels_step_aside() -> None:
+    model = Pooled(nn.Sequential(nn.AvgPool2d(2), nn.Flatten()), 200)  # what is flattened is copied if it is channels-last
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), classify, recipes.last(time=1.0)) as session:
+        session.step(images())
+        assert "backward graph differs" in session.why_not["kernels"]
+
+
+def test_a_loss_that_differentiates_is_tried_too() -> None:
+    def penalised(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        value = classify(model, (inputs, batch[1]))
+        (slope,) = torch.autograd.grad(value, inputs, create_graph=True)
+        return value + slope.pow(2).sum()
+
+    model, plain = pooled(), pooled()
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), penalised, recipes.only("last.*", "head.*")) as session:
+        torch.testing.assert_close(session.step(images()), penalised(plain, images()).detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_loss_that_needs_its_whole_batch_has_the_kernels_too() -> None:
     def whole(model: nn.Module, batch: Any) -> torch.Tensor:
         if len(batch[0]) != 4:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from pliant.core.prices import KernelPrices
 from pliant.cost.measurements import Sizes, Times
-from pliant.graph.backward import Graph, compute_loss, walk, wiring
+from pliant.graph.backward import Graph, compute_loss, walk
 from pliant.runtime.batches import Around, Loss
 from pliant.runtime.batchnorm import BatchNormModes
 from pliant.runtime.clock import LaunchWatch, Watch
@@ -196,7 +196,7 @@ class NodeTiming:
         with self.around():
             seconds, value = self.watch.time(lambda: compute_loss(self.model, self.loss, self.batch))
         live = walk(value)
-        if not self.graph.is_wired_like([inputs for inputs, _ in wiring(live, self.params)]):
+        if not self.graph.is_wired_like(value, self.params):
             raise ValueError(
                 f"the model's backward graph changes from run to run ({len(self.graph.nodes)} nodes, then {len(live)}), also "
                 f"with the same random numbers: seconds per node would mean nothing. Let the forward pass depend on its batch "

@@ -134,15 +134,13 @@ class Graph:
         """This one and the others, each by itself."""
         return [replace(self, others=()), *self.others]
 
-    def is_wired_like(self, inputs: Sequence[Sequence[str | int | None]]) -> bool:
-        """Whether nodes with these `inputs` hand their gradients on as those of this one do.
+    def is_wired_like(self, loss: torch.Tensor, params: Mapping[str, nn.Parameter]) -> bool:
+        """Whether the nodes behind a loss hand their gradients on as those of this graph do.
 
         Names do not count: while a graph is read, PyTorch records other names for views; a norm has one for each mode, and a
         custom autograd function may replace an operation, with other arguments that get no gradient.
         """
-        own = (node.inputs for node in self.nodes)
-        mine, its = ([[one for one in each if one is not None] for each in several] for several in (own, inputs))
-        return mine == its
+        return [[one for one in node.inputs if one is not None] for node in self.nodes] == receivers(loss, params)
 
     def order(self) -> dict[str, int]:
         """For each used parameter, the node furthest from the loss that needs it."""
@@ -250,6 +248,11 @@ def wiring(live: Sequence[Any], params: Mapping[str, nn.Parameter]) -> list[tupl
         (tuple(None if following is None else receiver(following) for following in next_nodes(node)), node in carried)
         for node in live
     ]
+
+
+def receivers(loss: torch.Tensor, params: Mapping[str, nn.Parameter]) -> list[list[str | int]]:
+    """For each node behind a loss, in the order in which the engine runs them: what receives its gradients."""
+    return [[one for one in inputs if one is not None] for inputs, _ in wiring(walk(loss), params)]
 
 
 def read(model: nn.Module, loss: Loss, batch: Any, kernels: bool = False) -> Graph:

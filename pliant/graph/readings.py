@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pliant.graph.backward import Graph, compute_loss, read, trainable, walk, wiring
+from pliant.graph.backward import Graph, compute_loss, read, trainable
 from pliant.runtime.batches import Loss
 from pliant.runtime.rng import is_same, rng_states, seed_
 
@@ -45,4 +45,4 @@ def _differs(first: Graph, seed: int, model: nn.Module, loss: Loss, batch: Any) 
     seed_(seed)
     with nullcontext() if first.differentiates else saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0)):
         value = compute_loss(model, loss, batch)
-    return not first.is_wired_like([inputs for inputs, _ in wiring(walk(value), trainable(model))])
+    return not first.is_wired_like(value, trainable(model))

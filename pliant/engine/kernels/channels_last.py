@@ -65,6 +65,17 @@ def convolve(
     return torch.conv2d(input.contiguous(memory_format=_LAST), weight, bias, *settings)
 
 
+def is_mean(input: Any, size: Any) -> bool:
+    """Whether an adaptive pooling to this size is the mean of each map."""
+    return input.dim() == 4 and size in (1, (1, 1), [1, 1])
+
+
+def mean(input: torch.Tensor, size: Any) -> torch.Tensor:
+    """`F.adaptive_avg_pool2d` to one value per map, with the backward graph of the default layout. Channels-last, PyTorch's has
+    one more node."""
+    return input.mean((-1, -2), keepdim=True)
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any, settings: Settings) -> torch.Tensor:

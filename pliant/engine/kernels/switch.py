@@ -6,18 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from pliant.engine.kernels import channels_last
 from pliant.engine.kernels.arm import depthwise, pointwise
 from pliant.engine.kernels.arm import processor as arm
+from pliant.graph.backward import compute_loss, receivers, trainable
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.sandbox import sandbox
 from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
 
 _NEAR = 1e-3  # of the loss, and at least so much: what rounding may change
+_REPLACED = torch.conv2d, F.adaptive_avg_pool2d
 _FEW = 2  # samples, on which kernels are tried: a batch norm needs more than one value per channel
 
 
@@ -52,24 +55,34 @@ class CustomKernels:
             return self.serve
         self._is_checked = True
         few = batches.part(batch, _FEW) if (batches.size(batch) or 0) > _FEW else batch
-        with torch.no_grad():
+        with torch.enable_grad():
             try:
-                with sandbox(model):
-                    plain = loss(model, few)
+                value, graph = _passed(model, loss, few)
             except Exception:  # the user's loss may need the whole batch
                 few = batch
-                with sandbox(model):
-                    plain = loss(model, few)
+                value, graph = _passed(model, loss, few)
             try:
-                with sandbox(model), Swapped():
-                    ours = loss(model, few)
+                with Swapped():
+                    ours, its_graph = _passed(model, loss, few)
             except Exception as error:
-                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                self._exist, self.reasons["kernels"] = False, f"the forward pass fails with channels-last tensors: {why}"
-                return False
-        if not torch.allclose(ours, plain, rtol=_NEAR, atol=_NEAR, equal_nan=True):
-            self._exist, self.reasons["kernels"] = False, "the loss differs with channels-last tensors"
+                text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                return self._fail(f"the forward pass fails with channels-last tensors: {text}")
+        if not torch.allclose(ours, value, rtol=_NEAR, atol=_NEAR, equal_nan=True):
+            return self._fail("the loss differs with channels-last tensors")
+        if its_graph != graph:  # seconds of its nodes would say nothing
+            return self._fail("the backward graph differs with channels-last tensors")
         return self.serve
+
+    def _fail(self, why: str) -> bool:
+        self._exist, self.reasons["kernels"] = False, why
+        return False
+
+
+def _passed(model: nn.Module, loss: Loss, batch: Any) -> tuple[torch.Tensor, list[list[str | int]]]:
+    """The loss of a forward pass that leaves no trace, and what receives the gradients of each node behind it."""
+    with sandbox(model):
+        value = compute_loss(model, loss, batch)
+        return value.detach(), receivers(value, trainable(model))
 
 
 class Swapped(TorchFunctionMode):
@@ -90,15 +103,17 @@ class Swapped(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kernel = self._kernel(args) if func is torch.conv2d and not kwargs else None
+        kernel = self._kernel(func, args) if func in _REPLACED and not kwargs else None
         return func(*args, **(kwargs or {})) if kernel is None else kernel(*args)
 
-    def _kernel(self, args: Any) -> Callable[..., torch.Tensor] | None:
-        """The custom kernel for a convolution. None inside of a checkpoint or other hooks on saved tensors: what runs there may
-        be computed again outside of this context."""
+    def _kernel(self, func: Any, args: Any) -> Callable[..., torch.Tensor] | None:
+        """The custom kernel for a convolution or a mean of maps. None inside of a checkpoint or other hooks on saved tensors:
+        what runs there may be computed again outside of this context."""
         with without_function_modes():
             if saved_tensor_hooks() != self._outer_hooks:
                 return None
+            if func is not torch.conv2d:
+                return channels_last.mean if not arm.SLOW_HERE and channels_last.is_mean(*args) else None
             if not arm.SLOW_HERE:
                 return channels_last.convolve if channels_last.serves(*args) else None
             if pointwise.serves(*args):
