@@ -6,7 +6,7 @@ segmentation_models_pytorch, and parts of PyTorch that are no plain layers.
     python benchmarks/foreign.py --only transformers/gpt2 'timm/*'
     python benchmarks/foreign.py --again                 # rows that did not pass, once more
 
-Needs those packages (`pip install 'pliant[zoo]' timm torchvision segmentation_models_pytorch`), but no network: weights are
+Needs those packages (`pip install '.[zoo]' timm torchvision segmentation_models_pytorch`), but no network: weights are
 random and inputs small. A row passes if all of these hold:
 
 | check | what |

@@ -281,7 +281,7 @@ Weights are random, inputs are small, and everything runs on a CPU. A row passes
 If 0.5 is below the [floor](glossary.md) of a model, one step runs with the floor as its budget. The others run halfway between
 the floor and a full step.
 
-    pip install 'pliant[zoo]' timm torchvision segmentation_models_pytorch
+    pip install '.[zoo]' timm torchvision segmentation_models_pytorch
     python benchmarks/foreign.py      # one model: --only transformers/gpt2
 """
 

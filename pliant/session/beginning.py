@@ -6,14 +6,14 @@ to it. While the loss halves, the head goes on alone: what it learns by itself, 
 above that of the first steps, it goes on too: it has not begun to learn. The same holds while it is worse than a `silent` head,
 whose weights are all zero: what it knows is wrong, as when labels have changed, and other layers cannot mend that.
 
-Meanwhile a second head trains on alone, on the features as they were. The loss of the selection may rise at first, as features
-change under the head. The test takes as many steps as were planned for the head. Neither their mean loss nor that of their
-last half may be above that of the first steps of the run, where a network guesses, nor may the latter be clearly above that of
-the second head. Where the head alone has learned most by then, or hardly anything, it must be clearly below: more layers soon
-learn the same samples by heart, and to be as good as a head that guesses says nothing. If a selection fails, it does not help,
-or the rate is too high for so many layers. Then the run goes on from where it would be with the head alone, and tries fewer.
-One that passes is watched for a few times as many steps, without the second head: its loss must not come back above that of
-the first steps.
+A second head, a copy, keeps training alone during the test, on the features as they were. The loss of the selection may rise at
+first, as features change under its head. The test takes as many steps as were planned for the head. Two conditions must hold.
+The mean loss of the selection, over the whole test and over the last half, must not exceed that of the first steps of the run,
+where a network guesses. Over the last half it must also not be clearly above that of the second head. If the head alone has
+learned most by then, or hardly anything, it must be clearly below: more layers soon memorise the same samples, and being as
+good as a guess proves nothing. If a selection fails, it does not help, or the rate is too high for so many layers. Then the run
+goes on as if the head had trained alone, and tries fewer layers. A selection that passes is watched for twice as many steps,
+without the second head: its loss must not rise above that of the first steps.
 """
 
 from __future__ import annotations

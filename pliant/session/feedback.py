@@ -2,10 +2,11 @@
 
 This is the arithmetic. `Controller.correction` (`session/controller`) calls it after steps, and plans the new selection.
 
-One smoothed ratio of measured to predicted seconds prices the next plan. A selection changes only if its steps leave a band
-around what was asked, and only after a dwell time that doubles with every correction of a round. If a share of a full step was
-asked, a few steps take turns with full steps before a correction by much, one that adds, and a second one. Seconds beyond what
-was asked, and those of measuring and choosing, are saved in later steps. Seconds below it are not spent.
+One smoothed ratio of measured to predicted seconds prices the next plan. A selection is corrected only if its steps leave a
+band around what was asked, and only after a dwell time that doubles with each correction of a round. If a share of a full step
+was asked, steps first alternate with full steps, unless it is the first correction of a round and they take only a little too
+long. Seconds beyond what was asked, and those of measuring and choosing, are saved in later steps. Seconds below it are not
+spent.
 """
 
 from __future__ import annotations

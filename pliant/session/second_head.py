@@ -1,4 +1,4 @@
-"""A second head, which trains on alone beside a selection: what the head would have learned meanwhile without it."""
+"""A second head, which keeps training alone beside a selection: it shows what the head would have learned without it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Options:
     label_column: str | None = _option(None, "Column of a table that holds the label.", unset="by its name")
     recipe: str = _option(
         "auto",
-        f"What to train: {', '.join(RECIPES)}. only:GLOB,GLOB trains the layers that match.",
+        f"What to train: {', '.join(RECIPES)}. only:GLOB,GLOB trains the parameters that match.",
         unset="pliant; full for text_small and audio_small without a budget",
     )
     time: float | str | None = _option(
