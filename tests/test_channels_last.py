@@ -332,6 +332,19 @@ def test_a_loss_that_differentiates_is_tried_too() -> None:
         torch.testing.assert_close(session.step(images()), penalised(plain, images()).detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_rounding_that_batch_statistics_amplify_does_no_harm() -> None:
+    """Two values per channel that are nearly the same: their difference is rounding, and a norm makes it 1."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 1), nn.Conv2d(64, 64, 1), nn.AdaptiveAvgPool2d(1), norm(64), nn.Flatten(), nn.Linear(64, 4)
+    )
+    with torch.no_grad():
+        model[5].weight.mul_(10)
+    inputs, labels = images(side=8)
+    with Session(model, torch.optim.SGD(model.parameters(), lr=0.01), classify, recipes.only("5.*")) as session:
+        session.step((1000 + 1e-3 * inputs, labels))
+        assert "kernels" not in session.why_not
+
+
 def test_a_loss_that_needs_its_whole_batch_has_the_kernels_too() -> None:
     def whole(model: nn.Module, batch: Any) -> torch.Tensor:
         if len(batch[0]) != 4:

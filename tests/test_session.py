@@ -42,6 +42,7 @@ from pliant import (
     score,
     solve,
     units,
+    within,
 )
 from pliant.core.mode import Mode
 from pliant.cost.measure import counted
@@ -314,6 +315,40 @@ def test_autocast_inside_the_loss_and_around_the_step(inside: bool) -> None:
                 value = session.step(batch)
             assert torch.equal(value, plain_step(twin, plain, autocast_inside, batch))
             assert differences(snapshot(twin, plain)["weights"], snapshot(model)["weights"]) == []
+
+
+def test_costs_are_measured_where_the_caller_casts_too() -> None:
+    """Casts of weights are kept until the caller's region ends; then the graph of a second pass would look otherwise."""
+    model = make()
+    policy = replace(recipes.last(time=1.0), cost=measure.timed)
+    with Session(model, adamw(model), classify, policy) as session, torch.autocast("cpu", dtype=torch.bfloat16):
+        session.step(data(1)[0])
+        assert session.profile.full.seconds > 0
+
+
+@pytest.mark.parametrize("limit", [lambda: within("1000s"), lambda: schedule.ramp(1.0, 1.0)], ids=["within", "ramp"])
+def test_a_time_limit_may_follow_the_length_of_the_run_from_the_first_step(limit: Any) -> None:
+    model = make()
+    policy = replace(recipes.last(time=limit()), cost=measure.timed)
+    with Session(model, adamw(model), classify, policy, total_steps=3) as session:
+        for batch in data(3):
+            session.step(batch)
+        assert session.selection.asked["seconds"] > 0
+
+
+def test_a_batch_that_reaches_nothing_of_the_model_trains_what_else_the_loss_has() -> None:
+    model, scale = make(), torch.ones((), requires_grad=True)
+
+    def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = classify(model, batch)
+        return scale * (value.detach() if len(batch[0]) == 1 else value)
+
+    batches = data(2)
+    with Session(model, adamw(model), scaled, fixed(*CHOSEN)) as session:
+        session.step(batches[0])
+        before = snapshot(model)["weights"]
+        session.step(tuple(part[:1] for part in batches[1]))
+        assert differences(before, snapshot(model)["weights"]) == []
 
 
 def test_autocast_around_the_whole_run_hands_no_gradient_to_what_left() -> None:

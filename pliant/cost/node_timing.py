@@ -193,6 +193,7 @@ class NodeTiming:
     def _run(self, chosen: Sequence[str]) -> tuple[torch.Tensor, list[Any], float]:
         self.norms.hold_(self.params, chosen)
         self._draw_again()
+        torch.clear_autocast_cache()  # else weights that were cast in the pass before are not cast again
         with self.around():
             seconds, value = self.watch.time(lambda: compute_loss(self.model, self.loss, self.batch))
         live = walk(value)

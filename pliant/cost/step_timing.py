@@ -80,6 +80,7 @@ class StepTiming:
         self._forward = self._as_written if ready is None else ready(self.batch)
         if self.seed is not None:
             seed_(self.seed)
+        torch.clear_autocast_cache()
         seconds, _ = self.watch.time(self._step)
         return seconds
 

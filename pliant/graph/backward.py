@@ -197,6 +197,7 @@ def compute_loss(model: nn.Module, loss: Loss, batch: Any) -> torch.Tensor:
         raise ValueError(
             "no gradient can flow from the loss: it depends on no trainable parameter. Check that the model has parameters "
             "with requires_grad=True, that loss() runs outside torch.no_grad(), and that no chosen layer is left out at random."
+            " In a session each batch must reach something that trains: name layers that some batches leave out in `always=`."
         )
     return value
 

@@ -21,11 +21,11 @@ def least_bytes(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> in
     return min((cost.bytes for cost in _least(policy, profile, units)), default=0)
 
 
-def has_time(policy: Policy, profile: Profile, units: tuple[Unit, ...]) -> bool:
-    """Whether the cheapest step keeps the time that is asked for when a run begins, or a full step does."""
+def has_time(policy: Policy, profile: Profile, units: tuple[Unit, ...], now: Progress) -> bool:
+    """Whether the cheapest step keeps the time that is asked for now, or a full step does."""
     if policy.budget.time is None:
         return True
-    asked = Budget(time=policy.budget.time).limits(profile.full, Progress())["seconds"]
+    asked = Budget(time=policy.budget.time).limits(profile.full, now)["seconds"]
     least = min((cost.seconds for cost in _least(policy, profile, units)), default=0.0)
     return min(least, profile.full.seconds) <= asked * (1 + SLACK)
 

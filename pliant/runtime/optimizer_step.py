@@ -146,7 +146,7 @@ def _with_gradients(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _is_finite(params: Sequence[nn.Parameter]) -> bool:
     """Whether all gradients are finite. Their norms tell, which take least time, unless large numbers make one overflow."""
     grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-    found = norms(grads)
+    found = norms(grads) if grads else ()
     if len({norm.device for norm in found}) > 1:
         found = tuple(norm.cpu() for norm in found)
     if not found or bool(torch.stack(found).isfinite().all()):

@@ -78,6 +78,7 @@ class Controller:
         ready: Ready | None,
         ranks: Ranks,
         mode: Mode,
+        now: Progress,
     ) -> str | None:
         """Measure costs and name the units, on the first batch. Every parameter must be as the user left it.
 
@@ -91,7 +92,7 @@ class Controller:
             whole = all(part.dim is None for unit in units for part in unit.parts)
             how: dict[str, Any] = {"graph": graph, "update": update, "norm": norm, "prices": PRICES, "spare": spare}
             how |= {"around": around if whole else nullcontext, "ready": ready if whole and not facts(graph) else None}
-            how["will_do"] = lambda profile: has_time(self.policy, profile.on(mode), units)
+            how["will_do"] = lambda profile: has_time(self.policy, profile.on(mode), units, now)
             recalled = partial(recall, self.policy.cost, model, optimizer, loss, batch, **how)
             self.profile, note = ranks.each(recalled)[0] if ranks.shards else ranks.first(recalled)
         elif self._check:
@@ -185,9 +186,8 @@ class Controller:
     def _plan(self, now: Progress, mode: Mode, near: Sequence[Unit] = ()) -> Selection:
         """A selection that is `near` changes as little as it must."""
         policy, correction = replace(self.policy, budget=self._budget(mode)), None
-        can_begin = (
-            self.policy.budget.energy is None and self.feedback.owed > 0 and has_time(policy, self.prices(mode), self.units)
-        )
+        owes = self.policy.budget.energy is None and self.feedback.owed > 0
+        can_begin = owes and has_time(policy, self.prices(mode), self.units, now)
         if self.feedback.rounds or can_begin:  # at the start, a budget that cannot be kept is an error
             asked, share = self.asked_seconds(now), self._is_share(now)
             correction = self.feedback.limit(asked, bool(near), share) / asked if asked is not None and self.correct else 1.0

@@ -228,7 +228,8 @@ class Loop:
             try:
                 self.energy = EnergyUse(self.device) if self.budget.energy is not None else None
                 what = self.model, self.engine.optimizer, self.loss, batch, self.update, self.norms.priced
-                notes = self.controller.measure(*what, around, ready, self.ranks, self.engine.mode), self.leave_out_unheld()
+                how = around, ready, self.ranks, self.engine.mode, self.progress
+                notes = self.controller.measure(*what, *how), self.leave_out_unheld()
                 if self.energy is not None and self.controller.profile is not None:
                     watts = partial(power, self.model, self.engine.optimizer, self.loss, batch, update=self.update)
                     self.controller.profile = self.energy.begin(self.controller.profile, watts)

@@ -17,11 +17,11 @@ from pliant.graph.backward import compute_loss, receivers, trainable
 from pliant.runtime import batches
 from pliant.runtime.batches import Loss
 from pliant.runtime.sandbox import sandbox
-from pliant.runtime.torch_internals import saved_tensor_hooks, without_function_modes
+from pliant.runtime.torch_internals import NormBase, saved_tensor_hooks, without_function_modes
 
 _NEAR = 1e-3  # of the loss, and at least so much: what rounding may change
 _REPLACED = torch.conv2d, F.adaptive_avg_pool2d
-_FEW = 2  # samples, on which kernels are tried: a batch norm needs more than one value per channel
+_FEW = 2  # samples, on which kernels are tried
 
 
 def is_slow_here(model: nn.Module) -> bool:
@@ -79,8 +79,14 @@ class CustomKernels:
 
 
 def _passed(model: nn.Module, loss: Loss, batch: Any) -> tuple[torch.Tensor, list[list[str | int]]]:
-    """The loss of a forward pass that leaves no trace, and what receives the gradients of each node behind it."""
+    """The loss of a forward pass that leaves no trace, and what receives the gradients of each node behind it.
+
+    Norms use their running statistics: over few values, batch statistics make much of rounding.
+    """
     with sandbox(model):
+        for module in model.modules():
+            if isinstance(module, NormBase):
+                module.eval()
         value = compute_loss(model, loss, batch)
         return value.detach(), receivers(value, trainable(model))
 

@@ -144,14 +144,15 @@ class Prefix:
         choice: Hashable = None,
         found: CachedRows | None = None,
         fuse_norms: bool = False,
-        rehearse: Callable[[], None] | None = None,
+        rehearse: Callable[[], bool] | None = None,
         calibrates: bool = True,
     ) -> torch.Tensor:
         """forward() (the user's loss of this batch), and what needs no gradient as inference or from the cache.
 
         `choice` identifies what is chosen besides whole parameters: each has its own programs. `found` is the result of `find`,
         if that was called before. `fuse_norms`: frozen norms between trained layers run in fused kernels, if there are any.
-        `rehearse` is called where the program is not known, and should make it so. A prefix in int8 may be calibrated on
+        `rehearse` is called where the program is not known. It should make it so, and says whether steps still run
+        this way. A prefix in int8 may be calibrated on
         this batch (`calibrates`).
         """
         if self._diverged >= _MAX_DIVERGED + self._replayed // 20:
@@ -167,8 +168,10 @@ class Prefix:
             plan = self._programs.get(key)
         if plan is None and rehearse is not None:
             start = time.monotonic()
-            rehearse()
+            goes_on = rehearse()
             self.seconds_per_model = time.monotonic() - start if self.runtime is not None else 0.0
+            if not goes_on:
+                return forward()
             plan = self._programs.get(key)
         if plan is None:
             return self._record(key, forward, tensors, samples, is_hooked)
