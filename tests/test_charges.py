@@ -383,7 +383,7 @@ def test_from_a_cache_the_forward_pass_is_paid_from_the_choice_on() -> None:
     forward = {"0": 5 * 4 * 8, "2": 5 * 8 * 16, "4": 5 * 16 * 2}
 
     def cost(*names: str, cached: bool) -> int:
-        return profile.cost([Unit("*", tuple(Part(name) for name in names))], cached=cached).macs
+        return profile.on(Mode(prefix=cached, cached=cached)).cost([Unit("*", tuple(Part(name) for name in names))]).macs
 
     everything = [name for name, _ in model.named_parameters()]
     assert cost(*everything, cached=True) == cost(*everything, cached=False)
@@ -410,7 +410,9 @@ def test_inference_spares_a_share_of_the_seconds_and_no_macs(spared: float) -> N
     there = profile.on(Mode(prefix=True), spared)
     units = tuple(Unit(name, (Part(name),)) for name, _ in model.named_parameters())
     for k in range(len(units)):
-        plain, cached = (profile.cost(units[k:], cached=cached) for cached in (False, True))
+        plain, cached = (
+            profile.on(Mode(prefix=cached, cached=cached), float(cached)).cost(units[k:]) for cached in (False, True)
+        )
         cost = there.cost(units[k:])
         assert cost.seconds == pytest.approx((1 - spared) * plain.seconds + spared * cached.seconds, rel=1e-12)
         assert cost.macs == (cached if spared == 1 else plain).macs and cost.bytes == plain.bytes

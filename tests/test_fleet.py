@@ -479,3 +479,10 @@ def test_without_flower_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "pliant.integrations.flower.apps", raising=False)
     with pytest.raises(ImportError, match="pip install 'pliant\\[flower\\]'"):
         _ = fleets.Elastic
+
+
+def test_a_round_that_brings_nothing_back_changes_no_importance() -> None:
+    fleet = Federation(MODEL, METHODS["fedavg"]())
+    fleet.importance = dict.fromkeys(MODEL, 1.0)
+    report = fleet.finish({}, [Reply("1", error="lost")])
+    assert report.refused and fleet.importance == dict.fromkeys(MODEL, 1.0)

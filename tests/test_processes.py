@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 from filelock import FileLock
 from processes import RECIPES, ROWS, STEPS
+
+from pliant.runtime import ranks
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +87,18 @@ def test_other_wrappers_are_refused(tmp_path: Path) -> None:
     model = processes.net()
     with pytest.raises(ValueError, match="wrapped by DataParallel"):
         processes.one_step(torch.nn.DataParallel(model), RECIPES["full"](), model, 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ([1.0, 2.0], [1.0 + 1e-12, 2.0], True),  # sums of other threads round otherwise
+        ([1.0, 2.0], [1.001, 2.0], False),
+        ([math.nan, math.nan], [math.nan, math.nan], True),
+        ([math.nan, math.inf], [1.0, 2.0], False),
+        (None, None, True),
+        (None, [0.0, 0.0], False),
+    ],
+)
+def test_gradients_of_processes_are_compared_up_to_rounding(one: Any, other: Any, alike: bool) -> None:
+    assert ranks._is_alike(one, other) == ranks._is_alike(other, one) == alike

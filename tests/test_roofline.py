@@ -175,16 +175,18 @@ def test_cuda_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> Non
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
-        def record(self) -> None:
-            told.append("record")
+        def record(self, stream: str) -> None:
+            told.append(f"record on {stream}")
 
         def elapsed_time(self, end: Event) -> float:
             return 250.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
-    assert device_peaks.clock(torch.device("cuda"))(lambda: told.append("work")) == 0.25
-    assert told == ["wait", "record", "work", "record", "wait"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(f"wait for {device}"))
+    assert device_peaks.clock(torch.device("cuda:1"))(lambda: told.append("work")) == 0.25
+    mark, wait = "record on the stream of cuda:1", "wait for cuda:1"
+    assert told == [wait, mark, "work", mark, wait]
 
 
 @pytest.mark.parametrize(

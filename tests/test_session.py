@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import os
@@ -315,6 +316,41 @@ def test_autocast_inside_the_loss_and_around_the_step(inside: bool) -> None:
                 value = session.step(batch)
             assert torch.equal(value, plain_step(twin, plain, autocast_inside, batch))
             assert differences(snapshot(twin, plain)["weights"], snapshot(model)["weights"]) == []
+
+
+def test_a_session_that_nobody_holds_any_more_is_closed() -> None:
+    model = make()
+    optimizer = adamw(model)
+    was = [param.requires_grad for param in model.parameters()]
+
+    def some_steps() -> None:
+        session = Session(model, optimizer, classify, fixed(*CHOSEN))
+        session.step(data(1)[0])
+
+    some_steps()
+    gc.collect()
+    assert [param.requires_grad for param in model.parameters()] == was
+    assert not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("bad", [{"engine": "lena"}, {"profile": "missing.json"}, {"on_nan": "x"}], ids=str)
+def test_a_session_that_is_refused_leaves_the_one_before_open(bad: dict[str, Any]) -> None:
+    model = make()
+    optimizer = adamw(model)
+    with Session(model, optimizer, classify, fixed(*CHOSEN)) as session:
+        session.step(data(1)[0])
+        with pytest.raises((ValueError, OSError)):
+            Session(model, optimizer, classify, recipes.full(), **bad)
+        session.step(data(1)[0])
+
+
+def test_two_sessions_with_the_same_recipe_know_nothing_of_each_other() -> None:
+    policy, found = recipes.gala(), []
+    for _ in range(2):
+        model = make()
+        with Session(model, adamw(model), classify, policy) as session:
+            found.append([(session.step(batch), session.selection.params)[1] for batch in data(3)])
+    assert found[0] == found[1]
 
 
 def test_costs_are_measured_where_the_caller_casts_too() -> None:

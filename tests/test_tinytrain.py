@@ -209,7 +209,7 @@ def test_shares_of_macs_are_those_of_the_backward_pass() -> None:
     assert back.full.bytes == whole.full.bytes
     some = channels_of(model, loss, batch)[:3]
     for cached in (False, True):
-        assert back.cost(some, cached=cached).macs == whole.cost(some).macs - whole.base.macs
+        assert back.on(Mode(prefix=cached, cached=cached)).cost(some).macs == whole.cost(some).macs - whole.base.macs
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -28,7 +28,6 @@ class Exported:
 
     path: Path
     difference: float
-    samples: int
 
 
 class Logits(nn.Module):

@@ -43,7 +43,7 @@ def export(
     finally:
         with suppress(FileNotFoundError):
             part.unlink()
-    return Exported(Path(path), worst, len(example))
+    return Exported(Path(path), worst)
 
 
 def _program(whole: nn.Module, example: Tensor) -> Any:

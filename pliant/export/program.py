@@ -35,4 +35,4 @@ def export(
         again = torch.export.load(content).module()
     worst = difference(lambda some: again(some), whole, example, "the exported program")
     write_aside(path, content.getvalue())
-    return Exported(Path(path), worst, len(example))
+    return Exported(Path(path), worst)

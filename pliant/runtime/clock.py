@@ -37,7 +37,7 @@ class Watch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.cuda, self._device = device.type == "cuda", device
         self.wall: Callable[[], float] = time.monotonic
         self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
@@ -45,12 +45,12 @@ class Watch:
         if not self.cuda:
             return self._now()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def settle(self) -> None:
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
 
     def seconds(self, start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1e3 if self.cuda else end - start
@@ -60,7 +60,8 @@ class Watch:
         it starts."""
         self.settle()
         if lead and self.cuda:
-            torch.cuda._sleep(int(lead * _CYCLES_PER_SECOND))
+            with torch.cuda.device(self._device):
+                torch.cuda._sleep(int(lead * _CYCLES_PER_SECOND))
         start = self.mark()
         result = work()
         end = self.mark()

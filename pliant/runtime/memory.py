@@ -240,15 +240,13 @@ class StepPeak:
     """The peak of one optimizer step beyond that of inference, with the optimizer's state as it is from then on.
 
     The parts of a step run inside of it, as many as there are. `before` are the bytes of gradients and of state that stand at
-    its start, `state()` those of state that stand when it is asked. With `kernels`, what these copy inside counts too.
+    its start, `state()` those of state that stand when it is asked. What kernels copy inside counts too.
     """
 
-    def __init__(
-        self, device: torch.device, inference: int, before: int, state: Callable[[], int], kernels: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, inference: int, before: int, state: Callable[[], int]) -> None:
         self._inference, self._before, self._state = inference, before, state
         self._had, self._passes = state(), 0
-        self._live = LiveBytes(device, kernels)
+        self._live = LiveBytes(device, kernels=True)
         self._live.forget()
 
     def __enter__(self) -> StepPeak:

@@ -5,6 +5,7 @@ Every process runs the same code. Whatever may differ between them (seconds, bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from pliant.runtime.torch_internals import active_ddp, is_sharded
 
 T = TypeVar("T")
+_ROUNDING = 1e-9  # relative: what sums of equal gradients may differ by
 _FOREIGN = {"deepspeed": "DeepSpeed", "fairscale": "FairScale"}  # packages whose wrappers take over the optimizer's step
 
 
@@ -142,7 +144,7 @@ class Ranks:
             return
         mine = {name: _print_of(params[name].grad) for name in sorted(chosen)}
         for other in self.each(lambda: mine):
-            wrong = next((name for name in mine if other.get(name) != mine[name]), None)
+            wrong = next((name for name in mine if not _is_alike(other.get(name), mine[name])), None)
             if wrong is not None:
                 raise RuntimeError(
                     f"the gradient of {wrong!r} differs between processes: DistributedDataParallel does not average it. Wrap "
@@ -203,3 +205,12 @@ def _print_of(grad: torch.Tensor | None) -> list[float] | None:
         return None
     flat = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
     return [float(flat.double().sum()), float(flat.double().abs().sum())]
+
+
+def _is_alike(one: list[float] | None, other: list[float] | None) -> bool:
+    """Up to rounding, which depends on the number of threads. A gradient that is not finite is so everywhere, or differs."""
+    if one is None or other is None:
+        return one is other
+    if not all(map(math.isfinite, (*one, *other))):
+        return math.isfinite(one[1]) == math.isfinite(other[1])
+    return all(abs(a - b) <= _ROUNDING * other[1] for a, b in zip(one, other, strict=True))

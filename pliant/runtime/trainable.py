@@ -67,7 +67,7 @@ def leave_out_unheld(
 def check_in_groups(among: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, chosen: Collection[str]) -> None:
     """A parameter that is chosen but unknown to the optimizer would be paid for and never move: refuse it."""
     held = in_groups(among, optimizer)
-    missing = [name for name in chosen if name not in held]
+    missing = [name for name in among if name in chosen and name not in held]
     if missing:
         raise ValueError(
             f"{missing[0]!r} was chosen but is in no param group of the optimizer ({len(missing)} of {len(chosen)} chosen are "

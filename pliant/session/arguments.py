@@ -54,6 +54,7 @@ def _check_loss(loss: Any) -> None:
     name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", repr(loss))
     if of_torch:
         raise TypeError(f"loss={name} takes outputs and labels, and a session's loss takes the model and a batch: {_LOSS}.")
+    takes: Any = ""
     try:
         takes = inspect.signature(loss)
         takes.bind(object(), object())
@@ -92,6 +93,11 @@ def in_int8(model: nn.Module, prefix: Any, dtype: torch.dtype | None, engine: st
     if not runtimes.has_int8():
         raise ImportError("prefix='int8' needs onnxruntime and onnx. Run: pip install 'pliant[ort]'", name="onnxruntime")
     return True
+
+
+def check_engine(engine: str) -> None:
+    """Refuse an engine that is not known."""
+    parse(engine)
 
 
 def check_hooks(model: nn.Module) -> None:

@@ -80,11 +80,11 @@ class Beginning:
         if len(self._first) < _BEGIN:
             self._first.append(loss)
         if self._after is None:
-            _add(self._losses, loss)
+            add(self._losses, loss)
             return
-        _add(self._after, loss)
+        add(self._after, loss)
         if self._second is not None and not self._passed:
-            _add(self._beside, self._loss_beside)
+            add(self._beside, self._loss_beside)
 
     def goes_on(self, length: int, silent: Callable[[], float]) -> bool:
         """Whether the head trains on alone, after `length` steps: its loss halved in the last whole half of so many steps, or
@@ -96,7 +96,7 @@ class Beginning:
         if spans != self._seen[0]:  # once per span: reading numbers off a GPU waits for it
             if self._silent is None:
                 self._silent = silent()
-            early, late = (_mean(_read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
+            early, late = (_mean(read(self._losses[k * span : (k + 1) * span])) for k in (spans - 2, spans - 1))
             knows_nothing = min([self._begun, *filter(math.isfinite, [self._silent])])
             waits = late > knows_nothing and spans * span < _PATIENCE * length
             self._seen = spans, waits or 0 < late < FAST * early
@@ -191,7 +191,7 @@ class Beginning:
         if self._second is None:
             back = after <= before or not math.isfinite(before)
             return None if back else f"the loss is {after:.4g}, the head left it at {before:.4g}", True
-        begun, losses_after = self._begun, _read(self._after or [])
+        begun, losses_after = self._begun, read(self._after or [])
         learns = math.isfinite(beside) and not min(before, beside) > begun
         is_whole = any(map(math.isfinite, losses_after[-2:]))  # one bad batch says nothing
         most = begun > 0 and beside < LEARNED * begun
@@ -203,13 +203,13 @@ class Beginning:
 
     def _found_later(self) -> tuple[str | None, bool]:
         """What is wrong with a selection that has passed the test."""
-        after, begun = _mean(_read(self._after or [])), self._begun
+        after, begun = _mean(read(self._after or [])), self._begun
         return None if after <= begun else f"later its loss rose to {after:.4g}, at the start it was {begun:.4g}", True
 
     def _keeps_up(self, partly: bool) -> bool:
         """Whether the late losses of the selection are clearly below those of the second head on the same batches; where the
         head has learned `partly`, whether they are not clearly above."""
-        below = [other - one for one, other in zip(_read(self._after or []), _read(self._beside), strict=False)]
+        below = [other - one for one, other in zip(read(self._after or []), read(self._beside), strict=False)]
         below = [one for one in below[-(len(below) // 2) :] if math.isfinite(one)]
         if len(below) < 2:
             return False
@@ -219,7 +219,7 @@ class Beginning:
     @property
     def _begun(self) -> float:
         """The loss of the first steps; infinite if none of them was finite."""
-        finite = [loss for loss in _read(self._first) if math.isfinite(loss)]
+        finite = [loss for loss in read(self._first) if math.isfinite(loss)]
         return fmean(finite) if finite else math.inf
 
     def end(self) -> None:
@@ -229,9 +229,9 @@ class Beginning:
 
     def state(self) -> dict[str, Any]:
         """In plain types."""
-        after = None if self._after is None else _read(self._after)
+        after = None if self._after is None else read(self._after)
         undo, second = (None if one is None else one.state() for one in (self._undo, self._second))
-        losses = {"losses": _read(self._losses), "after": after, "first": _read(self._first), "beside": _read(self._beside)}
+        losses = {"losses": read(self._losses), "after": after, "first": read(self._first), "beside": read(self._beside)}
         return {
             "tries": self.tries,
             "passed": self._passed,
@@ -257,28 +257,28 @@ class Beginning:
             self._second.load(state["second"])
 
 
-def _read(losses: list[torch.Tensor | float]) -> list[Any]:
+def read(losses: list[torch.Tensor | float]) -> list[Any]:
     """As numbers; reading them off a GPU waits for it once."""
     there = [loss for loss in losses if isinstance(loss, torch.Tensor)]
     values = iter(torch.stack([loss.float().reshape(()) for loss in there]).tolist() if there else [])
     return [next(values) if isinstance(loss, torch.Tensor) else loss for loss in losses]
 
 
-def _add(losses: list[torch.Tensor | float], loss: torch.Tensor | float) -> None:
+def add(losses: list[torch.Tensor | float], loss: torch.Tensor | float) -> None:
     """Add one. Now and then all become numbers, as a small tensor holds much more memory than it needs."""
     losses.append(loss)
     if len(losses) % _AT_ONCE == 0:
-        losses[:] = _read(losses)
+        losses[:] = read(losses)
 
 
 def _late(losses: list[torch.Tensor | float] | None) -> float:
     """The mean of the last half."""
-    return _mean(_read(losses[-(len(losses) // 2) :])) if losses else math.nan
+    return _mean(read(losses[-(len(losses) // 2) :])) if losses else math.nan
 
 
 def _is_below(losses: list[torch.Tensor | float], level: float) -> bool:
     """Whether the mean of the last half is, by more than a standard error."""
-    late = [loss for loss in _read(losses[-(len(losses) // 2) :]) if math.isfinite(loss)]
+    late = [loss for loss in read(losses[-(len(losses) // 2) :]) if math.isfinite(loss)]
     return len(late) > 1 and fmean(late) + stdev(late) / len(late) ** 0.5 < level
 
 

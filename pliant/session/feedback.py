@@ -113,12 +113,17 @@ class Feedback:
     turns: Turns | None = None  # while steps are compared with full steps
     rounds: list[Round] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        past = self.rounds[:-1]
+        self._past = sum(round.steps for round in past), sum(round.seconds for round in past)  # before the last of them
+
     # ------------------------------------------------------------ seconds
 
     def begin(self, round: Round) -> None:
         """Start to follow a new selection."""
         if not self.rounds or round.number != self.rounds[-1].number:
             self.corrections = 0
+        self._past = self.steps, self.seconds
         self.rounds.append(round)
         self.recent, self.waited, self.turns = None, 0, None
 
@@ -245,10 +250,19 @@ class Feedback:
             self.peaks = []
 
     @property
+    def steps(self) -> int:
+        """The steps of the run so far that were measured."""
+        return self._past[0] + (self.rounds[-1].steps if self.rounds else 0)
+
+    @property
+    def seconds(self) -> float:
+        """What they took."""
+        return self._past[1] + (self.rounds[-1].seconds if self.rounds else 0.0)
+
+    @property
     def mean(self) -> float | None:
         """The mean step of the run so far."""
-        steps = sum(round.steps for round in self.rounds)
-        return sum(round.seconds for round in self.rounds) / steps if steps else None
+        return self.seconds / self.steps if self.steps else None
 
     def state(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pliant.core.budget import Progress
+from pliant.session.beginning import add, read
 from pliant.session.loop import Loop
 
 Step = Callable[[Any], torch.Tensor]
@@ -41,7 +42,7 @@ def fit(loop: Loop, step: Step, loader: Any, epochs: int, on_step: OnStep | None
                 f"the loader ended after {done + len(losses)} batches, but steps_per_epoch={steps} with "
                 f"accumulate={accumulate} needs {steps * accumulate}. Lower steps_per_epoch, or leave it out."
             )
-        means.append(float(torch.stack(losses).float().mean()))
+        means.append(float(torch.tensor(read(losses)).mean()))
     return means
 
 
@@ -60,7 +61,7 @@ def _fit_stream(loop: Loop, step: Step, loader: Any, epochs: int, on_step: OnSte
                 f"the loader gave too few batches in epoch {len(means) + 1}: a step takes {accumulate}. "
                 f"A generator can be read only once: give a loader that begins again in every epoch."
             )
-        means.append(float(torch.stack(losses).float().mean()))
+        means.append(float(torch.tensor(read(losses)).mean()))
     return means
 
 
@@ -70,10 +71,11 @@ def _in_whole_steps(loader: Any, accumulate: int) -> Iterator[Any]:
         yield from some
 
 
-def _train(loop: Loop, step: Step, batches: Iterator[Any], on_step: OnStep | None) -> list[torch.Tensor]:
-    losses = []
+def _train(loop: Loop, step: Step, batches: Iterator[Any], on_step: OnStep | None) -> list[torch.Tensor | float]:
+    losses: list[torch.Tensor | float] = []
     for batch in batches:
-        losses.append(step(batch))
+        value = step(batch)
+        add(losses, value)
         if on_step is not None:
-            on_step(loop.progress, losses[-1])
+            on_step(loop.progress, value)
     return losses

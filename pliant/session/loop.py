@@ -271,8 +271,8 @@ class Loop:
         aside, *steps = self.ranks.slowest([sum(self.time.spent.values()), *self.laps.read()])
         self.controller.see(steps, self.progress, aside)
         if steps and self.energy is not None and self.controller.profile is not None and self.controller.correct:
-            seconds = sum(round.seconds for round in self.controller.feedback.rounds)
-            self.controller.profile = self.energy.update(self.controller.profile, seconds, self.time.elapsed)
+            taken = self.controller.feedback.seconds
+            self.controller.profile = self.energy.update(self.controller.profile, taken, self.time.elapsed)
 
     def measure_bytes(self, batch: Any) -> None:
         """Measure the bytes of the coming step, where that is due."""
@@ -372,7 +372,7 @@ class Loop:
         self.log.round(selection, self.profile, str(self.engine.mode), choosing, measured, self.resident.now())
 
     def _of(self, selection: Selection) -> dict[str, nn.Parameter]:
-        return {name: self.params[name] for name in selection.params}
+        return {name: param for name, param in self.params.items() if name in selection.params}
 
     def apply_(self, selection: Selection) -> None:
         frozen = self.flags.frozen  # by the user, maybe after this was chosen

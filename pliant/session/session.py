@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
@@ -112,12 +112,13 @@ class Session(Readings):
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
         changes.check_processes(ranks, policy.budget, policy.cost is timed and profile is None)
-        if model in _OPEN and (earlier := _OPEN[model]()) is not None:
-            earlier.close()
         arguments.check_alone(model, [one for one, held in _OPEN.items() if (its := held()) is not None and not its._closed])
-        arguments.check_hooks(model)
         known = ranks.first(lambda: Profile.load(profile) if isinstance(profile, (str, os.PathLike)) else profile)
         self.model, self.loss, self.update = model, loss, Update(clip, scaler, accumulate, on_nan)
+        arguments.check_engine(engine)
+        if model in _OPEN and (earlier := _OPEN[model]()) is not None:  # only now: what is refused leaves it open
+            earlier.close()
+        arguments.check_hooks(model)
         self._engine = Engine(model, loss, optimizer, self.update, engine, features, prefix_dtype, ranks, in_int8)
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
@@ -128,6 +129,8 @@ class Session(Readings):
         self._loop = Loop(model, loss, *parts)
         self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
         self._closed: bool = False
+        self._close = finalize(self, self._loop.close)  # also where nobody closes it
+        self._close.atexit = False
         _OPEN[model] = ref(self)
 
     # ------------------------------------------------------------ what may be set
@@ -317,7 +320,7 @@ class Session(Readings):
         """Restore trainable flags and modes as they were found. Weights stay as trained."""
         if not self._closed:
             self._closed = True
-            self._loop.close()
+            self._close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

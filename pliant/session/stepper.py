@@ -141,7 +141,7 @@ class Stepper:
             gradients = sum(storage(p.grad)[1] for p in self._params if p.grad is not None)
             self._laps.begin()
             state = self._state_bytes
-            self._peak = StepPeak(next(iter(self._params)).device, inference, state() + gradients, state, kernels=True)
+            self._peak = StepPeak(next(iter(self._params)).device, inference, state() + gradients, state)
 
     def _state_bytes(self) -> int:
         """Bytes of optimizer state, that of slices included."""

@@ -74,7 +74,7 @@ def probe(
     params = dict(model.named_parameters())
     names = list(dict.fromkeys(param for unit in units for param in unit.params))
     chances = np.random.default_rng([seed, round]).random(len(names))
-    blank = {name: Seen(name, local(params[name].detach()), i, float(chances[i])) for i, name in enumerate(names)}
+    blank = {name: Seen(name, local(params[name].detach()), i, float(chances[i]), round) for i, name in enumerate(names)}
     tally = _Tally(signal, units, ranks)
 
     if signal.needs == "nothing":

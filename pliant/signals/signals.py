@@ -21,6 +21,7 @@ class Seen:
     weight: torch.Tensor
     depth: int = 0
     chance: float = 0.0
+    round: int = 0
     grad: torch.Tensor | None = None
     update: Callable[[], torch.Tensor] | None = None
     potential: torch.Tensor | None = None
@@ -73,12 +74,10 @@ def alignment(window: int = 20) -> Signal:
     if window < 2:
         raise ValueError(f"alignment(window={window}): a window needs at least 2 steps.")
     anchors: dict[str, torch.Tensor] = {}
-    probes: dict[str, int] = {}
 
     def worth(seen: Seen) -> torch.Tensor:
-        number = probes[seen.name] = probes.get(seen.name, -1) + 1
         anchor = anchors.get(seen.name)
-        if number % window == 0 or anchor is None or anchor.shape != seen.weight.shape:
+        if seen.round % window == 0 or anchor is None or anchor.shape != seen.weight.shape:
             anchors[seen.name] = seen.weight.clone()
             return _nothing(seen)
         way, grad = _single(seen.weight - anchor), _grad(seen)

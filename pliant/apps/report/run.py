@@ -142,8 +142,10 @@ class Run:
 
     @cached_property
     def rounds(self) -> tuple[LoggedRound, ...]:
-        numbers = dict.fromkeys(each.selection.round for each in self.chosen)
-        return tuple(LoggedRound(n, tuple(each for each in self.chosen if each.selection.round == n)) for n in numbers)
+        found: dict[int, list[Chosen]] = {}
+        for each in self.chosen:
+            found.setdefault(each.selection.round, []).append(each)
+        return tuple(LoggedRound(number, tuple(chosen)) for number, chosen in found.items())
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from pliant.apps import pareto
@@ -76,11 +77,15 @@ def by_class(found: LoggedClasses) -> Table:
     return Table(f"Results by class: {found.where}", columns, rows, words=2)
 
 
-def label(run: Run, i: int) -> str:
-    """The name of the i-th selection: its round, and its number if the round was corrected."""
-    mine = run.chosen[i].selection.round
-    place = sum(each.selection.round == mine for each in run.chosen[:i])
-    return f"{mine}" if not place else f"{mine}, corrected" if place == 1 else f"{mine}, corrected {place}×"
+def labels(run: Run) -> list[str]:
+    """The name of each selection: its round, and its number if the round was corrected."""
+    before: Counter[int] = Counter()
+    out = []
+    for each in run.chosen:
+        mine = each.selection.round
+        place, before[mine] = before[mine], before[mine] + 1
+        out.append(f"{mine}" if not place else f"{mine}, corrected" if place == 1 else f"{mine}, corrected {place}×")
+    return out
 
 
 def measured(chosen: Chosen, resource: str) -> float | None:
@@ -106,10 +111,10 @@ def promises(run: Run, resource: str) -> Table:
         return write(amount), text.share(amount / full if amount is not None and full else None)
 
     rows = []
-    for i, each in enumerate(run.chosen):
+    for label, each in zip(labels(run), run.chosen, strict=True):
         amounts = each.selection.asked.get(resource), predicted(run, each, resource), measured(each, resource)
         shown = [cell for amount in amounts for cell in cells(amount)]
-        rows.append((label(run, i), str(each.selection.step + 1), str(len(each.steps)), *shown))
+        rows.append((label, str(each.selection.step + 1), str(len(each.steps)), *shown))
     columns = ("round", "from step", "steps", "asked", "share", "predicted", "share", "measured", "share")
     whole = f"; shares of a plain full step, which takes {write(full)}" if full else ""
     title = f"{name.capitalize()} per step: asked, predicted, measured{whole}"

@@ -99,7 +99,6 @@ class Trained:
     """What a round came to: the tensors that changed, in their new values, and figures about it."""
 
     tensors: dict[str, torch.Tensor]
-    chosen: tuple[str, ...]
     examples: int
     metrics: dict[str, float]
 
@@ -132,7 +131,6 @@ def ability(local: Local, profiles: Profiles | None = None) -> Ability:
         blocks,
         exits,
         floor,
-        int(whole.full.bytes),
         device_name(where),
     )
 
@@ -155,7 +153,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
     pace = Pace(task.seconds if task.seconds is not None else float("inf"), lambda units: profile.cost(units).seconds)
     policy = _policy(task, profile, each, pace)
     losses: list[torch.Tensor] = []
-    planned, chosen, after = 0.0, set[str](), 0.0  # `after` the last step: the seconds that it takes to collect what changed
+    planned, after = 0.0, 0.0  # `after` the last step: the seconds that it takes to collect what changed
     with Session(
         local.model,
         local.optimizer,
@@ -178,7 +176,6 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
             clock.stepped(session, profile)
             pace.stepped(session.selection.units, clock.elapsed - before)
             planned += pace.price
-            chosen |= session.selection.params
             if len(losses) == 1 and task.stop and task.seconds is not None:
                 before = clock.elapsed
                 session.delta()
@@ -196,7 +193,7 @@ def train_round(local: Local, task: Task, profiles: Profiles | None = None, cloc
         "share": planned / max(len(losses), 1) / full_step(profiles.of(local)),
         "trained-bytes": float(sum(t.numel() * t.element_size() for t in changed.values())),
     }
-    return Trained(changed, tuple(sorted(chosen)), local.examples, metrics)
+    return Trained(changed, local.examples, metrics)
 
 
 def _pace(task: Task, profile: Profile, aside: float) -> tuple[int, float | None]:

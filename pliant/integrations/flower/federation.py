@@ -127,7 +127,8 @@ class Federation:
             losses.append(float(reply.metrics.get("loss", 0.0)))
             back += sum(tensor.numel() * tensor.element_size() for tensor in reply.tensors.values())
         new = mean.result()
-        self.importance = of_change(new, self.model, self.rate)
+        if losses:  # a round that brought nothing says nothing
+            self.importance = of_change(new, self.model, self.rate)
         self.model, self.round = new, self.round + 1
         loss = sum(losses) / len(losses) if losses else float("nan")
         report = RoundReport(self.round, len(losses), refused, seconds, late, loss, back)

@@ -28,7 +28,6 @@ class Ability:
     blocks: tuple[tuple[str, ...], ...]
     exits: tuple[tuple[str, ...], ...]
     floor: float = 0.0  # seconds of the cheapest step of the whole model
-    bytes: int = 0  # that a full step takes beyond inference
     device: str = ""
 
     @property
