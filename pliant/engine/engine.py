@@ -163,6 +163,16 @@ class Engine(ForwardPasses):
             out["input gradients"] = "session.step leaves .grad of inputs empty; loss.backward() in your own loop fills it"
         return out | self._compiled.why_not(self.mode, self.slices is not None) | self._kernels.reasons
 
+    @property
+    def not_inferred(self) -> dict[str, str]:
+        """Why the prefix of this selection is not cached, or not run by a runtime, as far as is known."""
+        return dict(self._prefix.reasons)
+
+    @not_inferred.setter
+    def not_inferred(self, reasons: Mapping[str, str]) -> None:
+        self._prefix.reasons.update(reasons)
+        self.settle()
+
     def news(self) -> list[str]:
         """What the engine does not do, each reason once."""
         return self._news.tell(self.why_not)

@@ -67,18 +67,18 @@ class ForwardPasses:
         if not self.mode.prefix:
             return forward()
         self._set_chains()
-        rehearse = partial(self._still_pays, batch, ids) if self._ranks.ddp is None else None  # DDP's own calls come in between
-        return self._prefix.run(forward, batch, ids, self._sliced, found, self._fuses_norms, rehearse)
+        rehearse = partial(self._rehearse, batch, ids) if self._ranks.ddp is None else None  # DDP's own calls come in between
+        return self._prefix.run(
+            forward, batch, ids, self._sliced, found, self._fuses_norms, rehearse, still_pays=self._still_pays
+        )
 
     def _set_chains(self) -> None:
         """Whether layers after the prefix run as chains."""
         self._prefix.runs_chains = self._swaps and not self.mode.lean and "differentiates" not in self.origin
 
-    def _still_pays(self, batch: Any, ids: Any) -> bool:
-        """Rehearse. Whether steps still run the prefix as inference: a runtime may turn out not to serve."""
-        self._rehearse(batch, ids)
-        if self._prefix.is_refused:
-            self.settle()
+    def _still_pays(self) -> bool:
+        """Whether steps run the prefix as inference also where the runtime does not serve."""
+        self.settle()
         return self.mode.prefix
 
     def _rehearse(self, batch: Any, ids: Any, passes: int = 1) -> None:
@@ -161,7 +161,9 @@ class ForwardPasses:
         """The forward pass of a step that trains what is trainable now; its program is recorded here, if it is not known."""
         if not self._prefix.knows(batch, None, self._sliced):
             with self.forward():
-                self._still_pays(batch, None)
+                self._rehearse(batch, None)
+        if self._prefix.is_refused:
+            self.settle()
         return partial(self._loss_of, batch, None)
 
     def _ready_in_int8(self, batch: Any) -> Callable[[], torch.Tensor]:

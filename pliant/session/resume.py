@@ -21,7 +21,7 @@ from pliant.session.energy_use import EnergyUse
 from pliant.session.feedback import Feedback
 from pliant.session.loop import Loop
 
-FORMAT = "pliant.session/18"
+FORMAT = "pliant.session/19"
 _MAYBE_NUMBER, _NUMBERS = Either(None, NUMBER), {str: NUMBER}
 _UNIT = {"name": str, "parts": [(str, Either(None, int), Either(None, [int]))]}
 _SELECTION = {
@@ -87,6 +87,7 @@ _STATE = {
         "scale": Either(None, {str: NUMBER}),
     },
     "not_captured": Either(None, str),
+    "not_inferred": {str: str},
     "frozen": [str],
 }
 
@@ -110,6 +111,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
         "norms": loop.norms.state(),
         "beginning": loop.beginning.state(),
         "not_captured": loop.engine.not_captured,
+        "not_inferred": loop.engine.not_inferred,
         "frozen": sorted(loop.flags.frozen),
     }
 
@@ -137,6 +139,7 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
         loop.undo.load(state["undo"])
     if loop.controller.selection is not None:
         loop.apply_(loop.selection)
+        loop.engine.not_inferred = state["not_inferred"]
         if state["slices"] and loop.engine.slices is not None:
             loop.engine.slices.load_state_dict(state["slices"])
     else:  # from before the first selection, which reads everything

@@ -144,16 +144,16 @@ class Prefix:
         choice: Hashable = None,
         found: CachedRows | None = None,
         fuse_norms: bool = False,
-        rehearse: Callable[[], bool] | None = None,
+        rehearse: Callable[[], None] | None = None,
         calibrates: bool = True,
+        still_pays: Callable[[], bool] | None = None,
     ) -> torch.Tensor:
         """forward() (the user's loss of this batch), and what needs no gradient as inference or from the cache.
 
         `choice` identifies what is chosen besides whole parameters: each has its own programs. `found` is the result of `find`,
         if that was called before. `fuse_norms`: frozen norms between trained layers run in fused kernels, if there are any.
-        `rehearse` is called where the program is not known. It should make it so, and says whether steps still run
-        this way. A prefix in int8 may be calibrated on
-        this batch (`calibrates`).
+        `rehearse` is called where the program is not known, and should make it so; `still_pays` where the runtime turns out not
+        to serve. A prefix in int8 may be calibrated on this batch (`calibrates`).
         """
         if self._diverged >= _MAX_DIVERGED + self._replayed // 20:
             self.reasons["prefix"] = "the program changes from step to step"
@@ -168,15 +168,15 @@ class Prefix:
             plan = self._programs.get(key)
         if plan is None and rehearse is not None:
             start = time.monotonic()
-            goes_on = rehearse()
+            rehearse()
             self.seconds_per_model = time.monotonic() - start if self.runtime is not None else 0.0
-            if not goes_on:
-                return forward()
             plan = self._programs.get(key)
         if plan is None:
             return self._record(key, forward, tensors, samples, is_hooked)
         self._programs.move_to_end(key)
         self._set_reasons(plan, kept)
+        if still_pays is not None and self.is_refused and not still_pays():
+            return forward()
         is_cached = kept and plan.program.uncacheable is None
         exports = self._may_export(plan, tensors)
         if (plan.is_idle or not (plan.pays or is_cached or exports)) and not (fuse_norms and plan.frozen_norms):
