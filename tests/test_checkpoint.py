@@ -277,6 +277,13 @@ def test_a_flipped_bit_is_refused_in_the_state_of_meta_training(tmp_path: Path) 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no links and locks like these")
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"folder'$"):
+        write_aside(tmp_path / "folder", b"one")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+
+
 def test_a_new_version_is_never_written_through_a_link(tmp_path: Path) -> None:
     target, precious = tmp_path / "run.pt", tmp_path / "precious.txt"
     precious.write_bytes(b"mine")

@@ -119,6 +119,7 @@ MISUSED = [  # an option or argument that is not known, has no such value, or na
     ([*TRAIN, "--recipe", "last", "--memory", "4MB"], "has no memory budget"),
     ([*TRAIN, "--recipe", "only"], "needs names"),
     ([*TRAIN, "--lr", "-1"], "learning rate"),
+    ([*TRAIN, "--seed", "-1"], "seed"),
     ([*TRAIN, "--validation", "0.7"], "validation=0.7"),
     ([*TRAIN, "--log-to", "paper"], "tensorboard"),
     ([*TRAIN, "--recipe", "head", "--engine", "prefix+graphs"], "captured on CUDA"),

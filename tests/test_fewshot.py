@@ -390,6 +390,11 @@ def test_pliant_adapt_on_plain_folders(tmp_path: Path, net: str) -> None:
     shown = command.run(["adapt", "--support", str(support), "--query", str(query), *fixed, "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "accuracy:" in command.text(shown) and "MB measured" in command.text(shown)
+    assert shown.output.endswith(f"wrote {out}\n")
+    refused = command.run(["predict", str(out), str(query)])
+    assert refused.exit_code == 1 and "as files of `pliant adapt` and `pliant meta-train` do not" in command.text(refused)
+    refused = command.run(["adapt", "--support", str(support), *fixed, "--out", "a.txt"])
+    assert refused.exit_code == 2 and "ends with .safetensors" in command.text(refused)
     assert re.search(r"trained groups of channels: blocks\.\d\.\w+ \(\d+\)", shown.output), shown.output
     assert isinstance(models.load(str(out)), FoldedNet) and scale_of(out) == pytest.approx(12.0)
 

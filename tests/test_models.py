@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pliant.apps import models
 from pliant.apps.models import PIXEL_STATS, EfficientNetLite0, efficientnet_lite0
 from pliant.apps.models.efficientnet_lite import WEIGHTS, imagenet_weights, pad_same
 
@@ -117,3 +118,12 @@ def test_package_without_its_file_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: empty)
     with pytest.raises(ImportError, match="holds 0"):
         efficientnet_lite0(pretrained=True)
+
+
+def test_a_function_that_needs_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needy.py").write_text("from torch import nn\ndef net(classes): return nn.Linear(2, classes)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert models.load("needy:net", classes=3).out_features == 3
+    with pytest.raises(ValueError, match=r"'needy:net' needs 'classes', which is not known here"):
+        models.load("needy:net")

@@ -1442,7 +1442,7 @@ def test_state_of_something_else_is_refused() -> None:
         with pytest.raises(ValueError, match="not the state of a Pliant session"):
             session.load_state_dict({"format": "something/1"})
         with pytest.raises(
-            ValueError, match=r"another version of Pliant: format is 'pliant\.session/14', expected 'pliant\.session/18'"
+            ValueError, match=r"another version of Pliant: format is 'pliant\.session/14', expected 'pliant\.session/19'"
         ):
             session.load_state_dict({**another.state_dict(), "format": "pliant.session/14"})
         with pytest.raises(ValueError, match="another model"):

@@ -312,6 +312,14 @@ def test_a_run_that_is_over_resumes_to_its_result(whole: Path) -> None:
     assert same(weights("whole"), before)
 
 
+def test_a_run_whose_state_is_gone_is_not_begun_again(whole: Path) -> None:
+    before = weights("whole")
+    (whole / "state.pt").unlink()
+    with pytest.raises(folder.FolderError, match=r"cannot be resumed: state\.pt is missing"):
+        train(resumed("whole"))
+    assert same(weights("whole"), before)
+
+
 def test_a_torn_log_is_no_obstacle(whole: Path) -> None:
     with pytest.raises(RuntimeError):
         train(Options(**TINY, recipe="full", out="cut"), at_step(9, power_cut))

@@ -61,6 +61,7 @@ def explained(session: Session) -> dict[str, Any]:
         "full": full,
         "forward": {name: getattr(base, name) / whole for name, whole in full.items() if name != "bytes"},
         "asked": {name: limit / full[name] for name, limit in chosen.asked.items()},
+        "limit": {name: limit / full[name] for name, limit in chosen.limit.items()},
         "cost": shares(chosen.units),
         "value": sum(max(chosen.values[unit.name], 0.0) for unit in chosen.units) / total if total else None,
         "units": units,

@@ -84,8 +84,8 @@ def load(
         inputs, classes = kinds.from_json(json.loads(about["inputs"])), tuple(map(str, json.loads(about["names"])))
     except KeyError as error:
         raise TrainedError(
-            f"{where!r} does not say how its inputs are read ({error} is missing): an earlier version of Pliant wrote it. "
-            f"Continue or repeat the run to write it anew."
+            f"{where!r} does not say how its inputs are read ({error} is missing), as files of `pliant adapt` and `pliant "
+            f"meta-train` do not. Give the folder of a run, or begin with it: pliant adapt --backbone, pliant train --model."
         ) from error
     except (ValueError, TypeError, RecursionError) as error:
         raise TrainedError(f"{where!r} cannot be used: {error}.") from error

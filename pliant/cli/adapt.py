@@ -18,7 +18,7 @@ from pliant.apps import fewshot, models, tasks
 from pliant.apps.data import images
 from pliant.apps.data.images import ImageError, ImageSet
 from pliant.apps.fewshot import Adapted
-from pliant.cli.app import app, check_exists, exit_on_errors, load_model, naming
+from pliant.cli.app import UsageError, app, check_exists, exit_on_errors, load_model, naming
 from pliant.cli.progress import bar, working
 from pliant.planning import recipes
 from pliant.runtime.files import write_aside
@@ -55,7 +55,7 @@ def adapt(
         str | None, typer.Option(help="Extra memory to cache the outputs of the frozen layers, like 64MB.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Random seed of the augmentation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the augmentation.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the adapted weights to this .safetensors file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -65,6 +65,8 @@ def adapt(
     """
     console = Console(stderr=as_json)
     with exit_on_errors(ValueError, RuntimeError, stopped="stopped: nothing was written."):
+        if out is not None and out.suffix != ".safetensors":
+            raise UsageError(f"--out {out}: give a name that ends with .safetensors, so that it can be read again.")
         with naming("--memory, --macs"):
             policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
         with naming("--lr"):
@@ -102,6 +104,8 @@ def adapt(
         typer.echo(json.dumps(found, indent=2))
     else:
         _print(console, found)
+        if out is not None:
+            console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _limit(given: str) -> float | str | None:

@@ -35,7 +35,7 @@ def meta_train(
     ] = 0.2,
     size: Annotated[int, typer.Option(min=32, help="Pixels per side that images are resized to.")] = 128,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Random seed of the tasks.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the tasks.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run with the same --out that was stopped.")] = False,
 ) -> None:
     """Prepare a backbone for learning from few images: train it on many small tasks drawn from a set of many classes.

@@ -77,6 +77,8 @@ def heading(found: dict[str, Any]) -> str:
     for name, share in found["cost"].items():
         word, size, unit = _SAID[name]
         asked = f"asked {found['asked'][name]:.3f}, " if name in found["asked"] else ""
+        if asked and found["limit"][name] < found["asked"][name]:
+            asked += f"planned with {found['limit'][name]:.3f} (measuring is paid back), "
         forward = f", the forward pass alone {found['forward'][name]:.3f}" if name in found["forward"] else ""
         lines.append(f"{word}: {asked}chosen {share:.3f}{forward}; a full step takes {found['full'][name] / size:.4g} {unit}")
     return "\n".join(lines)

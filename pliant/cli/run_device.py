@@ -27,7 +27,7 @@ def run(
     ] = None,
     test: Annotated[Path | None, typer.Option(help="Samples to evaluate on (.npz).", show_default=TEST)] = None,
     steps: Annotated[int, typer.Option(min=0, help="Steps to take.")] = 40,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="that of the export")] = None,
+    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate.", show_default="that of the export")] = None,
     seed: Annotated[int, typer.Option(help="Of the order of the samples.")] = 0,
     start: Annotated[Path | None, typer.Option(help="A delta to go on from.", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="The delta to write.", show_default="delta.safetensors beside it")] = None,

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -30,8 +31,17 @@ def write_aside(path: str | os.PathLike[str], *pieces: bytes | memoryview) -> No
     """Write a file so that it is either the old one or the new one, never half of one. Its folder is made if there is none.
 
     The new one is written beside it under a random name, then renamed. What killed processes left of this file is removed.
+    Errors name the file that was asked for.
     """
-    target = Path(path)
+    try:
+        _write_aside(Path(path), pieces)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+
+
+def _write_aside(target: Path, pieces: Iterable[bytes | memoryview]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(target)
     file = _new_beside(target)

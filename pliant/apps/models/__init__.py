@@ -127,8 +127,16 @@ def _from_factory(where: str, what: str, classes: int | None) -> nn.Module:
             f"{where!r} has no {what!r}: name a function or class without required arguments.{nearest(what, vars(module))}"
         )
     factory = getattr(module, what)
-    takes = inspect.signature(factory).parameters if classes is not None else {}
-    model = factory(**{key: classes for key in ("classes", "num_classes") if key in takes})
+    takes = inspect.signature(factory).parameters
+    given = {key: classes for key in ("classes", "num_classes") if classes is not None and key in takes}
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    for name, one in takes.items():
+        if one.default is one.empty and one.kind not in kinds and name not in given:
+            raise ValueError(
+                f"'{where}:{what}' needs {name!r}, which is not known here. Give the argument a default: only commands that "
+                f"read classes from data fill in `classes`."
+            )
+    model = factory(**given)
     if not isinstance(model, nn.Module):
         raise ValueError(f"'{where}:{what}' returned {type(model).__name__}, not a torch.nn.Module.")
     return model

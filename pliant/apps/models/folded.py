@@ -202,7 +202,9 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
         held, metadata = load(content), check_tensors(content)
     except FileNotFoundError:
         raise ValueError(f"no file {os.fspath(path)!r}: give a weight file (.safetensors).") from None
-    except (SafetensorError, OSError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)!r} cannot be read: {error.strerror or error}.") from error
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not a whole safetensors file: {error}. Copy it again.") from error
     scales = {name for name in held if name.endswith(".scale") and name.removesuffix(".scale") in held}
     out = {}

@@ -101,7 +101,7 @@ class Options:
     device: str = _option("auto", "cpu, cuda, cuda:1 …", unset="cuda if there is one", may_change=True)
     engine: str = _option("auto", "auto, plain, or a combination of lean, prefix and graphs, like lean+prefix.")
     exact: bool = _option(False, "After the costs are measured, no decision depends on the clock, even with a time budget.")
-    seed: int = _option(0, "Random seed of the split, of new weights, of the order of samples and of their changes.")
+    seed: int = _option(0, "Random seed of the split, of new weights, of the order of samples and of their changes.", least=0)
     out: str | None = _option(None, "Folder of the run.", unset="a new one in runs/", may_change=True)
     resume: bool = _option(False, "Continue the run in --out, with its options.", may_change=True)
     delta: bool = _option(False, "Write only the weights that changed.")

@@ -81,6 +81,11 @@ class TrainingRun:
     def _train(self) -> Result:
         if self.options.resume and self.folder.state.exists():
             self.resume()
+        elif self.options.resume and self.folder.last.exists():
+            raise FolderError(
+                f"{str(self.folder.path)!r} cannot be resumed: {self.folder.state.name} is missing. Its weights can still be "
+                f"used (pliant predict). Begin another run with another --out."
+            )
         else:
             self.start()
         with delayed_interrupt(lambda: self.session.progress.step > self.first_step) as stop:

@@ -242,7 +242,7 @@ def _main() -> None:
 
     try:
         train(Job(**json.loads(sys.argv[1])), say, wait)
-    except ExportError as error:
+    except (ExportError, ImportError) as error:  # a package may be missing
         say({"error": str(error)})
 
 
