@@ -71,7 +71,7 @@ def run(
             TextColumn("{task.fields[note]}"),
             console=console,
         ) as progress:
-            for name, train in (("plain full fine-tuning", _plain), (f"elastic, time={time_share:g}", _elastic)):
+            for name, train in (("plain full fine-tuning", _plain), (f"pliant, time={time_share:g}", _pliant)):
                 torch.manual_seed(seed)
                 model = efficientnet_lite0(digits.classes, pretrained=True)
                 for module in model.modules():
@@ -125,7 +125,7 @@ def _plain(
     return sorted(seconds)[len(seconds) // 2], kept, "everything"
 
 
-def _elastic(
+def _pliant(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, share: float, on_step: OnStep
 ) -> tuple[float, int, str]:
     trained: Counter[str] = Counter()
