@@ -14,7 +14,7 @@ from torch import nn
 from pliant.runtime.compiled import eager
 from pliant.runtime.optimizer_step import needs_closure
 from pliant.runtime.rng import rng_states, set_rng_states
-from pliant.runtime.torch_internals import NormBase, reshard_
+from pliant.runtime.torch_internals import NormBase, is_sharded, reshard_
 from pliant.runtime.trainable import found, restore_
 
 
@@ -26,25 +26,29 @@ def sandbox(model: nn.Module, train: Collection[str] | None = None) -> Iterator[
     runs eagerly. Weights and optimizer state are not copied: whoever needs a step takes it on a `scratch` optimizer.
     """
     was = found(model)
-    buffers = {module: dict(module._buffers) for module in model.modules()}
+    buffers = {module: dict(module._buffers) for module in was.training}
     own = {m: [b for b in held.values() if b is not None and not is_expanded(b)] for m, held in buffers.items()}
     copies = {module: [(b, b.clone(), b._version) for b in several] for module, several in own.items()}
-    grads = {param: param.grad for param in model.parameters()}
-    rng = rng_states()
+    grads = {param: param.grad for param in was.requires_grad}
+    is_spread, rng = any(map(is_sharded, grads)), rng_states()
     try:
-        for name, param in model.named_parameters():
+        for param in grads:
             param.grad = None
-            if train is not None:
+        if train is not None:
+            for name, param in model.named_parameters():
                 param.requires_grad_(name in train)
         torch.clear_autocast_cache()
-        reshard_(model)
+        if is_spread:
+            reshard_(model)
         with eager():
             yield
     finally:
         restore_(was)
-        reshard_(model)
+        if is_spread:
+            reshard_(model)
         for module, flag in was.training.items():
-            module.training = flag
+            if module.training != flag:
+                module.training = flag
         for module, held in buffers.items():
             if isinstance(module, torch.jit.ScriptModule):  # its buffers cannot be removed or added
                 for name, buffer in held.items():
@@ -72,7 +76,8 @@ def spare_statistics_(model: nn.Module) -> None:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether several elements share one place in memory: nothing can be written into such a tensor."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    strides = tensor.stride()
+    return 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True))
 
 
 def scratch(
