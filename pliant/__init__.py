@@ -1,4 +1,4 @@
-"""Pliant trains only the part of a PyTorch model that is worth training now, inside the budget that a device gives."""
+"""Pliant trains only the layers of a PyTorch model that are worth training now, inside the budget that you give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asked, predicted, measured: what steps really take, and whether the selection must change for it.
+"""Corrects a missed time or memory budget: compares what steps take with what was asked and predicted.
 
 This is the arithmetic. `Controller.correction` (`session/controller`) calls it after steps, and plans the new selection.
 
