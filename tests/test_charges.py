@@ -383,7 +383,7 @@ def test_from_a_cache_the_forward_pass_is_paid_from_the_choice_on() -> None:
     forward = {"0": 5 * 4 * 8, "2": 5 * 8 * 16, "4": 5 * 16 * 2}
 
     def cost(*names: str, cached: bool) -> int:
-        return profile.on(Mode(prefix=cached, cached=cached)).cost([Unit("*", tuple(Part(name) for name in names))]).macs
+        return profile.cost([Unit("*", tuple(Part(name) for name in names))], cached=cached).macs
 
     everything = [name for name, _ in model.named_parameters()]
     assert cost(*everything, cached=True) == cost(*everything, cached=False)

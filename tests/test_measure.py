@@ -1138,6 +1138,7 @@ def test_a_profile_holds_where_it_was_taken(tmp_path: Path) -> None:
         profile.check_origin(measure.origin(model[0], x))
     with pytest.raises(ProfileMismatch, match="dtype"):
         profile.check_origin(measure.origin(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)).double(), x))
+    profile.check_origin({**here, "device": "cuda: tiny"}, allow_mismatch=True)
 
 
 def test_freezing_by_the_user_is_another_model() -> None:

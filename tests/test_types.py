@@ -281,6 +281,11 @@ def test_a_table_merges_charges_that_the_same_units_need() -> None:
     assert table.bytes.tolist() == [[5000.0, 1000.0]]
 
 
+def test_a_profile_refuses_engines_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="engine='steam' is not known"):
+        chain_profile([1.0]).cost([], engine="steam")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("via", [0, 1, -1])
 def test_a_charge_may_wait_for_later_ones_only(via: int) -> None:
     with pytest.raises(ValueError, match="later"):
@@ -358,6 +363,7 @@ def test_an_origin_that_differs_is_refused_with_what_differs() -> None:
         ProfileMismatch, match=r"taken at batch 8; the model now runs at batch 32\. Measure again, or pass allow_"
     ):
         profile.check_origin(now)
+    profile.check_origin(now, allow_mismatch=True)
     profile.check_origin({"device": "pi", "batch": 8, "threads": 2})
 
 
@@ -365,6 +371,7 @@ def test_load_checks_the_origin(tmp_path: Path) -> None:
     some_profile().save(tmp_path / "p.json")
     with pytest.raises(ProfileMismatch, match="device 'pi'"):
         Profile.load(tmp_path / "p.json", now={"device": "x86"})
+    assert Profile.load(tmp_path / "p.json", now={"device": "x86"}, allow_mismatch=True) == some_profile()
 
 
 # ---------------------------------------------------------------- interrupted writes

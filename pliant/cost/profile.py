@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,9 +156,20 @@ class Profile:
     def _spared(self, charge: Charge) -> Charge:
         return replace(charge, cost=replace(charge.cost, seconds=self.spared * charge.cost.seconds, macs=0))
 
-    def cost(self, units: Iterable[Unit]) -> Cost:
-        """What one step costs, in the mode of this profile, if exactly these units are chosen. Every solver is checked against
-        it."""
+    def cost(self, units: Iterable[Unit], engine: Literal["plain", "lean"] | None = None, cached: bool | None = None) -> Cost:
+        """What one step costs if exactly these units are chosen. Every solver is checked against it.
+
+        By default for steps in the mode of this profile. `engine` says "lean" or "plain" instead, and `cached` whether the
+        forward pass before the first chosen layer is read from a cache.
+        """
+        if engine not in (None, "plain", "lean"):
+            raise ValueError(f"engine={engine!r} is not known to profiles; one of: plain, lean.")
+        lean = self.mode.lean if engine is None else engine == "lean"
+        if cached is not None:
+            return self.on(replace(self.mode, lean=lean, prefix=cached, cached=cached)).cost(units)
+        there = self.on(replace(self.mode, lean=lean), self.spared)
+        if there is not self:
+            return there.cost(units)
         due = self.due(units)
         seconds = self.base.seconds + math.fsum(charge.cost.seconds for charge in due)
         macs = self.base.macs + sum(charge.cost.macs for charge in due)
@@ -305,10 +316,10 @@ class Profile:
     def _tables(self) -> dict[tuple[Unit, ...], PriceTable]:
         return {}
 
-    def check_origin(self, now: Mapping[str, Any]) -> None:
+    def check_origin(self, now: Mapping[str, Any], allow_mismatch: bool = False) -> None:
         """Raise `ProfileMismatch` unless this profile was taken under the conditions `now`."""
         differ = [key for key in now if key in self.origin and self.origin[key] != now[key]]
-        if differ:
+        if differ and not allow_mismatch:
             was = ", ".join(f"{key} {self.origin[key]!r}" for key in differ)
             runs = ", ".join(f"{key} {now[key]!r}" for key in differ)
             raise ProfileMismatch(
@@ -341,7 +352,7 @@ class Profile:
         write_aside(path, json.dumps(seal_json(self.to_json())).encode())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], now: Mapping[str, Any] | None = None) -> Profile:
+    def load(cls, path: str | os.PathLike[str], now: Mapping[str, Any] | None = None, allow_mismatch: bool = False) -> Profile:
         """Read a profile; with `now` (see `measure.origin`) also check that it was taken under these conditions."""
         try:
             profile = cls.from_json(check_json(json.loads(Path(path).read_bytes())))
@@ -350,5 +361,5 @@ class Profile:
                 f"{os.fspath(path)!r} is not a whole Pliant profile: {error}. Measure and save it again."
             ) from error
         if now is not None:
-            profile.check_origin(now)
+            profile.check_origin(now, allow_mismatch)
         return profile
