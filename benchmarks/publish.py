@@ -52,10 +52,10 @@ the solver: see the [notebook](notebook.md#solver).
 |---|---|
 | test accuracy | mean in percent (range, number of seeds) |
 | run alone | training time with profiling, probing and choosing, without evaluation |
-| of full, of tuned, of captured | that time as a share of the run of this name |
-| to full's − 0.3 | time to the validation accuracy at which `full` ends, less 0.3 points; `no`: never reached |
+| / full, / tuned, / captured (older tables: of full, …) | that time as a share of the run of this name |
+| time to full's accuracy − 0.3 (to full's − 0.3) | time to the validation accuracy at which `full` ends, less 0.3 points; `no`: never reached |
 | peak MB, later MB | peak memory; on a GPU also what is held after profiling, captured steps included |
-| ran on | the engine mode |"""
+| engine (ran on) | the engine mode |"""
 
 SECTIONS = (
     Section(
@@ -63,7 +63,7 @@ SECTIONS = (
         TRANSFER,
         "python benchmarks/transfer.py --data DIR --device cuda      # CPU: --classes 20 --images 40",
         (
-            *("transfer_x86_openvino", "transfer_arm_cpu", "transfer_keywords_arm_cpu", "transfer_text_cpu"),
+            *("transfer_x86_openvino", "transfer_arm_cpu", "transfer_keywords_x86_cpu", "transfer_text_x86_cpu"),
             *("transfer_cub_h200", "transfer_pets_h200", "transfer_gtsrb_h200"),
         ),
     ),
