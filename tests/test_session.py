@@ -721,6 +721,34 @@ def test_a_budget_may_move_with_progress() -> None:
     assert shares[-1] < 0.6
 
 
+@pytest.mark.parametrize("larger", [Budget(macs=1.0), Budget()], ids=["more MACs", "no limit"])
+def test_what_a_larger_budget_brings_within_reach_is_scored_and_chosen(larger: Budget) -> None:
+    model = make()
+    with Session(model, sgd(model), classify, by_gain(schedule.once(), Budget(macs=0.6))) as session:
+        session.step(data()[0])
+        unscored = {name for name, value in session.selection.values.items() if value == 0.0}
+        assert unscored and not unscored & names(session)
+        session.budget = larger
+        session.step(data()[1])
+        session.step(data()[2])  # the first batch after the change of plan scores them
+        assert names(session) == set(session.selection.values) and session.progress.round == 2
+        session.budget = Budget(macs=0.9)
+        session.step(data()[3])
+        session.step(data()[4])
+        assert session.progress.round == 3  # everything was scored already
+
+
+def test_what_a_moving_budget_brings_within_reach_is_scored_and_chosen() -> None:
+    model = make()
+    policy = by_gain(schedule.once(), Budget(macs=lambda now: 0.6 if now.step < 5 else 1.0))
+    with Session(model, sgd(model), classify, policy, total_steps=20) as session:
+        session.step(data()[0])
+        few = names(session)
+        for batch in data(19):
+            session.step(batch)
+        assert few < names(session) == set(session.selection.values)
+
+
 def test_a_budget_over_a_run_of_unknown_length_is_refused() -> None:
     model = make()
     before = snapshot(model)

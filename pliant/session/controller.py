@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -255,6 +256,12 @@ class Controller:
             limit += prices.inference
         return windows(self.policy.signal, prices, names, limit)
 
+    def _in_reach(self, now: Progress, mode: Mode) -> set[str]:
+        """The parameters that a probe scores: with a limit on memory or MACs, only those that alone keep it."""
+        windows = self.windows(now, mode)
+        names = (unit.params for unit in self.units) if windows is None else windows
+        return set(chain.from_iterable(names))
+
     # ------------------------------------------------------------ the closed loop
 
     def see(self, seconds: Sequence[float], now: Progress, aside: float = 0.0) -> None:
@@ -283,6 +290,7 @@ class Controller:
         if self.is_warming(now):
             return None, None
         if self._budget_moved(now, mode):
+            self.asks_anyway |= not self._in_reach(now, mode) <= self._in_reach(self.last, mode)
             return self._planned_again(now, mode), None
         asked = self.asked_seconds(now) if self.correct and not mode.cached else None  # another boundary empties the cache
         if asked is None or (tested and (self.feedback.recent or 0.0) < asked):
@@ -370,7 +378,11 @@ class Controller:
     # ------------------------------------------------------------ what changes from outside
 
     def change_budget(self, budget: Budget, now: Progress, mode: Mode) -> None:
-        """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays."""
+        """Plan for another budget with the values at hand; one that cannot be kept is refused and the old one stays.
+
+        Where units come within reach that were not scored so far, the next batch scores them.
+        """
+        scored = self._in_reach(now, mode) if self.selection is not None else set()
         old, self.policy = self.policy, replace(self.policy, budget=budget)
         if self.selection is None or self.profile is None:
             return
@@ -379,9 +391,11 @@ class Controller:
             values, policy = without(self.values, self.frozen), replace(self.policy, budget=self._budget(mode))
             plan(policy, self.prices(mode), values, then)  # or it is refused
             self.pending = self._plan(then, mode)
+            grows = not self._in_reach(now, mode) <= scored
         except BaseException:
             self.policy = old
             raise
+        self.asks_anyway |= grows and not self.is_warming(now)  # the head's steps end with a probe
         self.feedback.forget()
 
     def snapshot(self) -> tuple[dict[str, Any], Selection | None]:
