@@ -721,6 +721,22 @@ def test_two_parameters_of_a_node_share_what_they_share(monkeypatch: pytest.Monk
     assert all(prices[c] == really_runs(model, mean_square, x, c, Clock(norm_price)) for c in prices if c)
 
 
+def test_whole_steps_train_no_norm_without_the_layer_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else PyTorch ends the process, where a group norm runs channels-last on a CPU."""
+    blocks = [layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4))]
+    model, reaches_the_input = nn.Sequential(*blocks, nn.Conv2d(4, 4, 1)), []
+
+    def price(name: str, args: Sequence[Any], out: Any) -> float:
+        if name != "native_group_norm_backward":
+            return 0.0
+        reaches_the_input.append(args[-1][0])
+        return 100 * args[-1][1]  # so half of the cost ends at a scale
+
+    with on_clock(monkeypatch, Clock(price)):
+        measure.timed(model, sgd(model), mean_square, torch.randn(2, 4, 4, 4))
+    assert reaches_the_input and all(reaches_the_input)
+
+
 def test_the_fastest_of_several_passes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of pass finds the device undisturbed once: the second of three, here."""
     model, x = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 4)), torch.randn(6, 5)

@@ -263,16 +263,22 @@ def _unit(names: Collection[str]) -> Unit:
 
 def _rungs(graph: Graph, draft: Profile, head: bool, deepest: bool, everything: bool) -> list[set[str]]:
     """What the whole steps train: the layers nearest the loss, up to half of the cost; and, if asked for, the head, the head
-    with the deepest weight, everything."""
+    with the deepest weight, everything.
+
+    The deepest parameter of a step is none of a norm, if there is another: norms train with the layer before them. PyTorch
+    ends the process where a group norm is the first that trains, channels-last on a CPU.
+    """
     order = graph.order()
     near = sorted(order, key=lambda name: order[name])
+    begins = [not graph.nodes[order[name]].is_norm for name in near]
     least = set(draft.head)
     low, high = draft.cost([_unit(least)]).seconds, draft.cost([_unit(near)]).seconds
     middle = bisect.bisect_left(
         range(len(near)), (low + high) / 2, key=lambda n: draft.cost([_unit(least | set(near[: n + 1]))]).seconds
     )
+    middle = begins.index(True, middle) if any(begins[middle:]) else len(near) - 1
     half = least | set(near[: middle + 1])
-    last = next((name for name in reversed(near) if not graph.nodes[order[name]].is_norm), near[-1])
+    last = next((name for name, one in zip(reversed(near), reversed(begins), strict=True) if one), near[-1])
     asked = (least, head), (least | {last}, deepest), (half, True), (set(near), everything)
     rungs: list[set[str]] = []
     for rung, wanted in asked:
