@@ -1310,6 +1310,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     "cache": ({"cache": {}}, "cache"),
     "norm": ({"norm": "sometimes"}, "norm='sometimes'"),
     "accumulate": ({"accumulate": 0}, "accumulate=0"),
+    "clip": ({"clip": -1.0}, "clip=-1.0"),
     "profile": ({"profile": os.devnull}, "not a whole Pliant profile"),
 }
 

@@ -111,10 +111,16 @@ def test_without_a_scaler_there_is_none_apart() -> None:
     assert Update(clip=0.5).apart() == Update(clip=0.5, on_nan="ignore")
 
 
-@pytest.mark.parametrize("accumulate", [0, -1])
-def test_a_step_of_no_batch_is_refused(accumulate: int) -> None:
-    with pytest.raises(ValueError, match=f"accumulate={accumulate}: batches per optimizer step must be at least 1"):
+@pytest.mark.parametrize("accumulate", [0, -1, 1.5])
+def test_a_step_of_no_batch_or_of_part_of_one_is_refused(accumulate: Any) -> None:
+    with pytest.raises(ValueError, match=f"accumulate={accumulate}: batches per optimizer step must be a whole number"):
         Update(accumulate=accumulate)
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, math.nan])
+def test_clipping_to_a_norm_that_is_none_is_refused(clip: float) -> None:
+    with pytest.raises(ValueError, match=f"clip={clip}: the norm to clip gradients to must be more than 0"):
+        Update(clip=clip)
 
 
 @pytest.mark.parametrize("settings", [{}, {"nesterov": True, "weight_decay": 0.1}, {"maximize": True}])

@@ -85,7 +85,7 @@ class PliantMixin:
             self._loss,
             self.policy,
             accumulate=args.gradient_accumulation_steps,
-            clip=args.max_grad_norm or None,
+            clip=max(args.max_grad_norm or 0.0, 0.0) or None,  # none where it is not more than 0
             total_steps=self.state.max_steps,  # type: ignore[attr-defined]
             **{"steps_per_epoch": self._steps_per_epoch(), **self._options},
         )

@@ -102,7 +102,7 @@ class PliantCallback(Callback):  # type: ignore[misc]
 
         known = {
             "accumulate": trainer.accumulate_grad_batches,
-            "clip": trainer.gradient_clip_val,
+            "clip": max(trainer.gradient_clip_val or 0.0, 0.0) or None,  # none where it is not more than 0
             "scaler": scaler if isinstance(scaler, torch.amp.GradScaler) else None,
             "steps_per_epoch": _whole(trainer.num_training_batches / trainer.accumulate_grad_batches),
             "total_steps": _whole(trainer.estimated_stepping_batches),

@@ -38,8 +38,10 @@ class Update:
             raise ValueError(f"on_nan={self.on_nan!r} is not known: give 'skip', 'raise' or 'ignore'.")
         if self.scaler is not None and not self.scaler.is_enabled():
             object.__setattr__(self, "scaler", None)  # it does nothing
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate}: batches per optimizer step must be at least 1.")
+        if self.accumulate < 1 or self.accumulate % 1:
+            raise ValueError(f"accumulate={self.accumulate}: batches per optimizer step must be a whole number, at least 1.")
+        if self.clip is not None and not float(self.clip) > 0:
+            raise ValueError(f"clip={self.clip}: the norm to clip gradients to must be more than 0. None clips nothing.")
 
     def backward(self, value: torch.Tensor, inputs: Sequence[torch.Tensor] | None = None) -> None:
         """Gradients of one batch's share of the loss, onto the parameters; with `inputs`, onto these alone."""
