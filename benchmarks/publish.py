@@ -53,7 +53,7 @@ the solver: see the [notebook](notebook.md#solver).
 | test accuracy | mean in percent (range, number of seeds) |
 | run alone | training time with profiling, probing and choosing, without evaluation |
 | / full, / tuned, / captured (older tables: of full, …) | that time as a share of the run of this name |
-| time to full's accuracy − 0.3 (to full's − 0.3) | time to the validation accuracy at which `full` ends, less 0.3 points; `no`: never reached |
+| time to full's accuracy − 0.3 (to full's − 0.3) | time to the validation accuracy of `full`, less 0.3; `no`: never |
 | peak MB, later MB | peak memory; on a GPU also what is held after profiling, captured steps included |
 | engine (ran on) | the engine mode |"""
 

@@ -1311,6 +1311,8 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], str]] = {
     "norm": ({"norm": "sometimes"}, "norm='sometimes'"),
     "accumulate": ({"accumulate": 0}, "accumulate=0"),
     "clip": ({"clip": -1.0}, "clip=-1.0"),
+    "total_steps": ({"total_steps": 0}, "total_steps=0 is not a number of optimizer steps"),
+    "steps_per_epoch": ({"steps_per_epoch": 2.5}, "steps_per_epoch=2.5 is not"),
     "profile": ({"profile": os.devnull}, "not a whole Pliant profile"),
 }
 
@@ -1514,8 +1516,9 @@ def test_what_is_no_policy_and_no_budget_is_told() -> None:
         Session(model, sgd(model), classify, recipes.full)  # type: ignore[arg-type]
     with Session(model, sgd(model), classify, recipes.head()) as session, pytest.raises(TypeError, match="Budget"):
         session.budget = 0.5  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="only"):
-        recipes.only()
+    for names, said in [((), r"only\(\): name"), ((["a.*"],), r"only\(\['a\.\*'\]\): name")]:
+        with pytest.raises(ValueError, match=said):
+            recipes.only(*names)
 
 
 def test_a_foreign_file_is_no_checkpoint(tmp_path: Path) -> None:

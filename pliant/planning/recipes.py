@@ -156,8 +156,9 @@ def badam(
 
 def only(*globs: str) -> Policy:
     """Exactly the parameters whose names match ("layer4.*", "*.bias"), in the whole run."""
-    if not globs:
-        raise ValueError("only() trains nothing: name parameters, like only('head.*').")
+    if not globs or not all(isinstance(one, str) for one in globs):
+        given = ", ".join(map(repr, globs))
+        raise ValueError(f"only({given}): name the parameters to train by patterns, like only('head.*', '*.bias').")
     return Policy(units.tensors(), score.nearness(), counted, solve.fixed(*globs), head=False, name=f"only({', '.join(globs)})")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -93,6 +94,13 @@ def in_int8(model: nn.Module, prefix: Any, dtype: torch.dtype | None, engine: st
     if not runtimes.has_int8():
         raise ImportError("prefix='int8' needs onnxruntime and onnx. Run: pip install 'pliant[ort]'", name="onnxruntime")
     return True
+
+
+def steps(name: str, given: Any) -> int | None:
+    """A number of optimizer steps, if it is known."""
+    if given is not None and not (isinstance(given, Integral) and int(given) > 0):
+        raise ValueError(f"{name}={given!r} is not a number of optimizer steps: give a whole number above 0, or None.")
+    return None if given is None else int(given)
 
 
 def check_engine(engine: str) -> None:

@@ -107,6 +107,7 @@ class Session(Readings):
         - `clock`: replaces the device's clock in a simulation.
         """
         arguments.check(model, optimizer, loss, policy)
+        lengths = arguments.steps("steps_per_epoch", steps_per_epoch), arguments.steps("total_steps", total_steps)
         features, in_int8 = arguments.features(cache), arguments.in_int8(model, prefix, prefix_dtype, engine)
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
@@ -127,7 +128,7 @@ class Session(Readings):
         norms, log_file = Norms(modes, ranks), RunLog(log if ranks.is_first else None)
         parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock, ranks
         self._loop = Loop(model, loss, *parts)
-        self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
+        self.steps_per_epoch, self.total_steps = lengths
         self._closed: bool = False
         self._close = finalize(self, self._loop.close)  # also where nobody closes it
         self._close.atexit = False
@@ -142,7 +143,7 @@ class Session(Readings):
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
-        self._loop.steps_per_epoch = steps
+        self._loop.steps_per_epoch = arguments.steps("steps_per_epoch", steps)
 
     @property
     def total_steps(self) -> int | None:
@@ -151,7 +152,7 @@ class Session(Readings):
 
     @total_steps.setter
     def total_steps(self, steps: int | None) -> None:
-        self._loop.total_steps = steps
+        self._loop.total_steps = arguments.steps("total_steps", steps)
 
     @property
     def log(self) -> str | os.PathLike[str] | None:
