@@ -107,6 +107,18 @@ def test_the_same_world_keeps_its_statistics(how: dict[str, int]) -> None:
     assert all(torch.equal(before[name], now) for name, now in statistics(model).items())
 
 
+@pytest.mark.parametrize(("known", "first"), [(0, 0), (2, 2), (9, 0)], ids=["from the start", "later", "never"])
+def test_where_statistics_are_replaced_the_first_losses_are_those_after_it(known: int, first: int) -> None:
+    """The head's losses are compared with those of the first steps, which must be of the same network."""
+    model, seen = trained(), [*batches(9)[:known], *batches(9, scale=0.2, offset=0.4)][:9]
+    before = statistics(model)
+    with Session(model, sgd(model), loss, recipes.pliant(macs=0.9), total_steps=100) as session:
+        losses = [float(session.step(batch)) for batch in seen]
+        replaced = [name for name, now in statistics(model).items() if not torch.equal(before[name], now)]
+        assert bool(replaced) == (known < 9)
+        assert session._loop.beginning.state()["first"] == pytest.approx(losses[first : first + 2])
+
+
 def test_what_the_network_does_not_know_no_statistics_bring_back(tmp_path: Path) -> None:
     """With labels of no meaning any smaller output lowers the loss. Statistics are kept, however far batches are."""
     model, log = trained(), tmp_path / "run.jsonl"

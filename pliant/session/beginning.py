@@ -147,6 +147,10 @@ class Beginning:
             if one is not None:
                 one.use_optimizer(optimizer)
 
+    def start_over(self) -> None:
+        """Norm statistics were replaced, so losses so far are those of another network: the first steps are yet to come."""
+        self._first = []
+
     def keep(self, params: Mapping[str, nn.Parameter]) -> None:
         """These train from now on, as the selection changed: they may have to be put back too."""
         if self._undo is not None:

@@ -165,7 +165,9 @@ class Loop:
             if self.norms.looks:
                 self.laps.watch.settle()  # to wait for steps that still run is no measuring
             with self.time.not_training("profiling"):
-                notes = self.norms.look(self.engine.loss_alone, batch, self.controller.profile)
+                notes, are_replaced = self.norms.look(self.engine.loss_alone, batch, self.controller.profile)
+            if are_replaced:
+                self.beginning.start_over()
             if not self.controller.units:
                 self._measure(batch, around, ready)
             self.note(*notes)

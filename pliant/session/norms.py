@@ -43,9 +43,10 @@ class Norms:
         """Whether something is to be decided from forward passes on the coming batch."""
         return (self._statistics.is_due and self._ranks.is_alone) or not self._modes.is_settled
 
-    def look(self, loss: Callable[[Any], Any], batch: Any, profile: Profile | None) -> list[str]:
-        """Decide, from forward passes on this batch, what is not decided yet. Returns what the log should say."""
-        notes = []
+    def look(self, loss: Callable[[Any], Any], batch: Any, profile: Profile | None) -> tuple[list[str], bool]:
+        """Decide, from forward passes on this batch, what is not decided yet. Returns what the log should say, and whether
+        running statistics did not fit the data, so that others take their place from now on."""
+        notes, were_replaced = [], self._statistics.replaced
         if self._statistics.is_due and self._ranks.is_alone:
             other = mismatched(batch)
             notes.append(self._statistics.see_(partial(loss, batch), None if other is None else partial(loss, other)))
@@ -55,7 +56,7 @@ class Norms:
                 note, frozen = self._ranks.first(lambda: (note, self._modes.state()))
                 self._modes.load(frozen)
             notes.append(note)
-        return [note for note in notes if note is not None]
+        return [note for note in notes if note is not None], self._statistics.replaced and not were_replaced
 
     def keep(self, batch: Any, now: Progress, budget: Budget) -> None:
         """Keep the last batches of a run whose length is known. Where memory is limited none is kept."""
