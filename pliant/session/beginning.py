@@ -180,7 +180,7 @@ class Beginning:
         self._undo.rollback_()
         if self._scaler is not None and self._scale is not None:
             self._scaler.load_state_dict(self._scale)
-        if self._second is not None and learns:
+        if self._second is not None and math.isfinite(_late(self._beside)):
             self._second.take_over_()
         share = 0.0 if self.tries or self._passed or not learns or left < len(self._losses) else SMALLER
         self.tries, self._after, self._beside = self.tries + 1, [], []
