@@ -33,7 +33,7 @@ from pliant.engine.prefix.inference import KEPT, PrefixInference
 from pliant.engine.prefix.int8 import SAMPLES, Calibration
 from pliant.engine.prefix.prefix_model import Export, InferenceRuntime, Models, first_line, why_not
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
-from pliant.engine.prefix.program_key import autocast_state, model_state
+from pliant.engine.prefix.program_key import autocast_state, has_hooks_inside, model_state
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
 from pliant.engine.prefix.replaced_modules import entering, find_replaced, forwards
 from pliant.engine.prefix.replay import LEAKS, CacheHit, Diverged, Replay
@@ -130,7 +130,7 @@ class Prefix:
         """The tensors derived from weights for the program of this batch, up to date."""
         with without_function_modes():
             kept = self.features is not None and ids is not None
-            plan = self._programs.get(self._key(list(batches.tensors(batch)), kept, choice)[0])
+            plan = self._programs.get(self._key(list(batches.tensors(batch)), kept, choice))
             derived = list(plan.weights.values()) if plan is not None else []
             for one in derived:
                 one.refresh()
@@ -164,7 +164,7 @@ class Prefix:
                 self.runtime.see(tensors)
             kept = self.features is not None and ids is not None
             samples = len(ids) if kept and ids is not None else None
-            key, is_hooked = self._key(tensors, kept, choice)
+            key = self._key(tensors, kept, choice)
             plan = self._programs.get(key)
         if plan is None and rehearse is not None:
             start = time.monotonic()
@@ -172,7 +172,7 @@ class Prefix:
             self.seconds_per_model = time.monotonic() - start if self.runtime is not None else 0.0
             plan = self._programs.get(key)
         if plan is None:
-            return self._record(key, forward, tensors, samples, is_hooked)
+            return self._record(key, forward, tensors, samples)
         self._programs.move_to_end(key)
         self._set_reasons(plan, kept)
         if still_pays is not None and self.is_refused and not still_pays():
@@ -209,8 +209,7 @@ class Prefix:
         """The cached rows of a batch, without running anything; None if its program is not known or cannot be cached."""
         with without_function_modes():
             tensors = list(batches.tensors(batch))
-            key, _ = self._key(tensors, True, choice)
-            plan = self._programs.get(key)
+            plan = self._programs.get(self._key(tensors, True, choice))
             if plan is None or plan.is_idle or plan.program.uncacheable is not None or self.features is None:
                 return None
             return CachedRows(self._look_up(self.features, plan, tensors, ids), plan.needed(tensors))
@@ -227,7 +226,7 @@ class Prefix:
 
     def models(self, batch: Any = None) -> Models:
         """The models with the weights of now, of programs that passes like those of now run: for such a batch, or for any."""
-        key = (False, self._inside(None)[0]) if batch is None else self._key(list(batches.tensors(batch)), False, None)[0]
+        key = (False, self._inside(None)) if batch is None else self._key(list(batches.tensors(batch)), False, None)
         found = {one: (plan, plan.on_runtime) for one, plan in self._programs.items() if one[: len(key)] == key}
         return {one: (plan, model) for one, (plan, model) in found.items() if model is not None and model.fits(plan)}
 
@@ -236,7 +235,7 @@ class Prefix:
         batch. One whose program has changed is dropped."""
         with without_function_modes():
             tensors = list(batches.tensors(batch))
-            key, _ = self._key(tensors, False, None)
+            key = self._key(tensors, False, None)
             if key not in models:
                 return None
             plan, model = models[key]
@@ -254,29 +253,22 @@ class Prefix:
         """Whether `run` would replay a program, and not record one."""
         with without_function_modes():
             kept = self.features is not None and ids is not None
-            return self._key(list(batches.tensors(batch)), kept, choice)[0] in self._programs
+            return self._key(list(batches.tensors(batch)), kept, choice) in self._programs
 
-    def _key(self, tensors: list[torch.Tensor], kept: bool, choice: Hashable) -> tuple[tuple[Any, ...], bool]:
-        """The key of the program; and whether modules have hooks."""
-        inside, is_hooked = self._inside(choice)
-        return (kept, inside, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)), is_hooked
+    def _key(self, tensors: list[torch.Tensor], kept: bool, choice: Hashable) -> tuple[Any, ...]:
+        """The key of the program."""
+        return kept, self._inside(choice), tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
 
-    def _inside(self, choice: Hashable) -> tuple[Hashable, bool]:
-        """What decides on the program beside the batch; and whether modules have hooks."""
-        state, is_hooked = model_state(self.model)
-        return (choice, state, autocast_state(), torch.is_grad_enabled(), self.runtime is not None), is_hooked
+    def _inside(self, choice: Hashable) -> Hashable:
+        """What decides on the program beside the batch."""
+        return choice, model_state(self.model), autocast_state(), torch.is_grad_enabled(), self.runtime is not None
 
     def _record(
-        self,
-        key: tuple[Any, ...],
-        forward: Callable[[], torch.Tensor],
-        batch: list[torch.Tensor],
-        samples: int | None,
-        is_hooked: bool,
+        self, key: tuple[Any, ...], forward: Callable[[], torch.Tensor], batch: list[torch.Tensor], samples: int | None
     ) -> torch.Tensor:
         with without_function_modes():
             recorder = ProgramRecorder(batch, samples, skips=self.runtime is not None)
-        if is_hooked:
+        if has_hooks_inside(self.model):
             recorder.uncacheable = recorder.uncacheable or "modules have forward hooks"
         with entering(self.model, recorder) as entered, recorder:
             out = forward()

@@ -11,10 +11,10 @@ from pliant.engine.prefix.replay import autocast
 from pliant.runtime.torch_internals import GLOBAL_FORWARD_HOOKS
 
 
-def model_state(model: nn.Module) -> tuple[Hashable, bool]:
-    """The state of a model that decides which program runs; and whether a module inside of it has hooks."""
-    parts: list[Any] = []
-    stack, seen, is_hooked = [model], {id(model)}, any(GLOBAL_FORWARD_HOOKS)
+def model_state(model: nn.Module) -> Hashable:
+    """The state of a model that decides which program runs."""
+    parts: list[Any] = [any(GLOBAL_FORWARD_HOOKS)]
+    stack, seen = [model], {id(model)}
     while stack:
         inside = stack.pop()
         parts.append(inside.training)
@@ -23,14 +23,19 @@ def model_state(model: nn.Module) -> tuple[Hashable, bool]:
                 parts.append(param.requires_grad)
         if inside._forward_hooks or inside._forward_pre_hooks:
             parts.append((*inside._forward_hooks, *inside._forward_pre_hooks))
-            is_hooked |= inside is not model
         if inside._backward_hooks or inside._backward_pre_hooks:
             parts.append((*inside._backward_hooks, *inside._backward_pre_hooks))
         for other in inside._modules.values():
             if other is not None and id(other) not in seen:
                 seen.add(id(other))
                 stack.append(other)
-    return (tuple(parts), is_hooked), is_hooked
+    return tuple(parts)
+
+
+def has_hooks_inside(model: nn.Module) -> bool:
+    """Whether modules inside of a model have forward hooks."""
+    inside = (module for module in model.modules() if module is not model)
+    return any(GLOBAL_FORWARD_HOOKS) or any(module._forward_hooks or module._forward_pre_hooks for module in inside)
 
 
 def autocast_state() -> Hashable:
