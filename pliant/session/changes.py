@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 
 from pliant.core.budget import Budget
@@ -41,13 +43,14 @@ def change_budget(loop: Loop, budget: Budget) -> None:
     check_cost_is_known(loop.engine.optimizer, budget)
     check_processes(loop.ranks, budget)
     loop.read_steps()  # they ran under the old one
-    old, before = loop.budget, loop.controller.snapshot()
+    old, controller = loop.budget, loop.controller
+    feedback, selection = deepcopy(controller.feedback), controller.selection
     try:
         loop.settle(budget)
-        loop.controller.change_budget(budget, loop.progress, loop.engine.mode)
+        controller.change_budget(budget, loop.progress, loop.engine.mode)
     except BaseException:
         loop.settle(old)
-        loop.controller.restore(before)
+        controller.feedback, controller.selection = feedback, selection
         raise
     if budget.memory is not None:  # it has no room for one
         loop.beginning.drop_second_head()

@@ -285,7 +285,7 @@ class Controller:
         """
         if self.selection is None or self.pending is not None:
             return None, None
-        if self.correct and self.is_over_memory(now, mode):
+        if self.is_over_memory(now, mode):
             return self._smaller(now, mode), None
         if self.is_warming(now):
             return None, None
@@ -397,13 +397,6 @@ class Controller:
             raise
         self.asks_anyway |= grows and not self.is_warming(now)  # the head's steps end with a probe
         self.feedback.forget()
-
-    def snapshot(self) -> tuple[dict[str, Any], Selection | None]:
-        """What `restore` puts back, should a change be refused."""
-        return self.feedback.state(), self.selection
-
-    def restore(self, before: tuple[dict[str, Any], Selection | None]) -> None:
-        self.feedback, self.selection = Feedback.of(before[0]), before[1]
 
     def run_in(self, old: Mode, new: Mode) -> None:
         """The engine changed its mode: price the selection again."""
