@@ -117,8 +117,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
 
 
 def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
-    """Go on from a saved state."""
-    check(loop, state)
+    """Go on from a saved state that was checked."""
     loop.stepper.drop()
     loop.steps, loop.change_seconds = state["step"], state["change_seconds"]
     loop.time.load(state["time"])

@@ -273,6 +273,7 @@ class Session(Readings):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state: same values, same selection, same measurements, and the budget that was saved."""
         self._check_open()
+        resume.check(self._loop, state)
         resume.load_into(self._loop, state)
 
     def save(self, path: str | os.PathLike[str], beside: Any = None) -> None:
@@ -293,7 +294,7 @@ class Session(Readings):
         saved = checkpoint.read(path, self.model, self.optimizer, self.update.scaler)
         resume.check(self._loop, saved["session"])
         checkpoint.fill_(saved, self.model, self.optimizer, self.update.scaler)
-        self.load_state_dict(saved["session"])
+        resume.load_into(self._loop, saved["session"])
         return saved.get("beside")
 
     def delta(self, path: str | os.PathLike[str] | None = None) -> dict[str, torch.Tensor]:
