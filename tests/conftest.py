@@ -22,6 +22,10 @@ from pliant.engine.prefix import runtimes
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite that was started in the background; tests are about Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+for device in (torch.cuda, torch.xpu):
+    if not device.is_available():  # there is nothing to seed, and to note the call stack at every seed takes half a millisecond
+        device.random._lazy_call = lambda *_, **__: None
+
 os.environ["PLIANT_PROFILES"] = "off"  # examples in docstrings keep nothing; every test has a cache of its own
 
 
