@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pliant
@@ -55,8 +56,13 @@ FILES = [name for name in MODULES if name.partition(".")[2].partition(".")[0] in
 DOORS = {"pliant", "pliant.moved"}  # they offer what the rooms hold
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """(dotted name, line) of each import, wherever in the file it stands; the standard library is free."""
+    return [*_imports(path)]
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
