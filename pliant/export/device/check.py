@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from pliant.export.device.errors import ExportError
+from pliant.export.device.graphs import behind
 from pliant.export.device.runner import Runner
 from pliant.export.device.step import Step, Trained, shaped
 from pliant.runtime.batches import Loss, map_tensors
@@ -160,20 +161,6 @@ def _operators(joint: Any, trained: Sequence[Trained], wrong: Sequence[str]) -> 
         if spec.kind.name == "GRADIENT_TO_PARAMETER":
             outputs[spec.target] = node
     by_name: Mapping[str, fx.Node] = {one.name: outputs[one.program_name] for one in trained}
-    right: set[fx.Node] = set()
-    for name, node in by_name.items():
-        if name not in wrong:
-            right |= _behind(node)
-    suspects = _behind(by_name[wrong[-1]]) - right
+    suspects = behind([by_name[wrong[-1]]]) - behind(node for name, node in by_name.items() if name not in wrong)
     found = {str(node.target) for node in suspects if isinstance(node.target, torch._ops.OpOverload)}
     return sorted(found, key=lambda name: ("backward" not in name, name))[:6]
-
-
-def _behind(node: fx.Node) -> set[fx.Node]:
-    todo, seen = [node], set()
-    while todo:
-        now = todo.pop()
-        if now not in seen:
-            seen.add(now)
-            todo += now.all_input_nodes
-    return seen

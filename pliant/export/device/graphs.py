@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,8 +15,12 @@ def forward_nodes(program: Any) -> set[Node]:
     """What loss and predictions depend on. Everything else is backward pass."""
     outputs = program.graph.output_node().args[0]
     kinds = [spec.kind.name for spec in program.graph_signature.output_specs]
-    todo = [node for node, kind in zip(outputs, kinds, strict=True) if kind in ("LOSS_OUTPUT", "USER_OUTPUT")]
-    seen: set[Node] = set()
+    return behind(node for node, kind in zip(outputs, kinds, strict=True) if kind in ("LOSS_OUTPUT", "USER_OUTPUT"))
+
+
+def behind(nodes: Iterable[Node]) -> set[Node]:
+    """These nodes, and all that they depend on."""
+    todo, seen = [*nodes], set[Node]()
     while todo:
         node = todo.pop()
         if node not in seen:
