@@ -104,87 +104,92 @@ class _UntilDeadline(io.RawIOBase):
             self._connection.settimeout(_REQUEST_SECONDS)
 
 
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version, sys_version, timeout = "pliant", "", _REQUEST_SECONDS
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_UntilDeadline(self.connection, time.monotonic() + _REQUEST_SECONDS))
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host", "") not in self._names():
+            self._answer(403, "text/plain", b"Ask for 127.0.0.1 or localhost.\n")
+            return
+        path, _, query = self.path.partition("?")
+        try:
+            if path == "/":
+                self._answer(200, "text/html", self.server.live.page().encode())
+            elif path == "/news.json":
+                since = parse_qs(query).get("since", [""])[0]
+                self._answer(200, "application/json", json.dumps(self.server.live.news(since)).encode())
+            else:
+                self._answer(404, "text/plain", b"Not here.\n")
+        except LogError as error:
+            self._answer(503, "text/plain", f"{error}\n".encode())
+
+    do_HEAD = do_GET
+
+    def _names(self) -> tuple[str, ...]:
+        own = self.connection.getsockname()[1]
+        return (f"{HOST}:{own}", f"localhost:{own}") + ((HOST, "localhost") if own == 80 else ())
+
+    def _answer(self, code: int, kind: str, content: bytes) -> None:
+        self.send_response(code)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": f"{report.policy(live=True)}; frame-ancestors 'none'",
+            "Cache-Control": "no-store",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Requests are not logged: the terminal may show a training run."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True  # an open page does not delay Ctrl-C
+
+    def __init__(self, port: int, live: LivePage) -> None:
+        self.live, self._free = live, BoundedSemaphore(_MOST_REQUESTS)
+        super().__init__((HOST, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """A thread for the request, if one is free; a page asks again later."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread began
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that was closed during an answer is not an error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 def server(run: str | os.PathLike[str], port: int = 0) -> ThreadingHTTPServer:
     """A server for the page of this run on 127.0.0.1; port 0 picks a free port. Call its `serve_forever`."""
     live = LivePage(run)
-
-    class Handler(BaseHTTPRequestHandler):
-        server_version, sys_version, timeout = "pliant", "", _REQUEST_SECONDS
-
-        def setup(self) -> None:
-            super().setup()
-            self.rfile = io.BufferedReader(_UntilDeadline(self.connection, time.monotonic() + _REQUEST_SECONDS))
-
-        def do_GET(self) -> None:
-            if self.headers.get("Host", "") not in self._names():
-                self._answer(403, "text/plain", b"Ask for 127.0.0.1 or localhost.\n")
-                return
-            path, _, query = self.path.partition("?")
-            try:
-                if path == "/":
-                    self._answer(200, "text/html", live.page().encode())
-                elif path == "/news.json":
-                    since = parse_qs(query).get("since", [""])[0]
-                    self._answer(200, "application/json", json.dumps(live.news(since)).encode())
-                else:
-                    self._answer(404, "text/plain", b"Not here.\n")
-            except LogError as error:
-                self._answer(503, "text/plain", f"{error}\n".encode())
-
-        do_HEAD = do_GET
-
-        def _names(self) -> tuple[str, ...]:
-            own = self.connection.getsockname()[1]
-            return (f"{HOST}:{own}", f"localhost:{own}") + ((HOST, "localhost") if own == 80 else ())
-
-        def _answer(self, code: int, kind: str, content: bytes) -> None:
-            self.send_response(code)
-            headers = {
-                "Content-Type": f"{kind}; charset=utf-8",
-                "Content-Length": str(len(content)),
-                "Content-Security-Policy": f"{report.policy(live=True)}; frame-ancestors 'none'",
-                "Cache-Control": "no-store",
-                "Cross-Origin-Resource-Policy": "same-origin",
-                "Referrer-Policy": "no-referrer",
-                "X-Content-Type-Options": "nosniff",
-            }
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Requests are not logged: the terminal may show a training run."""
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True  # an open page does not delay Ctrl-C
-        free = BoundedSemaphore(_MOST_REQUESTS)
-
-        def process_request(self, request: Any, client_address: Any) -> None:
-            """A thread for the request, if one is free; a page asks again later."""
-            if not self.free.acquire(blocking=False):
-                self.shutdown_request(request)
-                return
-            try:
-                super().process_request(request, client_address)
-            except BaseException:  # no thread began
-                self.free.release()
-                raise
-
-        def process_request_thread(self, request: Any, client_address: Any) -> None:
-            try:
-                super().process_request_thread(request, client_address)
-            finally:
-                self.free.release()
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """A page that was closed during an answer is not an error."""
-            if not isinstance(sys.exc_info()[1], ConnectionError):
-                super().handle_error(request, client_address)
-
     try:
-        return Server((HOST, port), Handler)
+        return _Server(port, live)
     except OSError as error:
         raise PliantError(f"cannot use port {port} on {HOST}: {error.strerror}. Leave out --port to use a free one.") from error
 
