@@ -9,7 +9,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -168,7 +168,10 @@ class Selection:
         return text.Table(title, ("unit", "value"), rows).first(20).html()
 
     def to_json(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in ("value", "round", "step")} | {
+        return {
+            "value": self.value,
+            "round": self.round,
+            "step": self.step,
             "units": [unit.to_json() for unit in self.units],
             "cost": asdict(self.cost),
             "full": asdict(self.full),
