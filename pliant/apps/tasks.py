@@ -24,7 +24,7 @@ from pliant.apps.data.prepare import Prepared, Reading, prepare, with_statistics
 from pliant.apps.data.samples import ColumnError
 from pliant.apps.models import logits
 from pliant.core.budget import Amount
-from pliant.core.errors import PliantError
+from pliant.core.errors import PliantError, first_line
 from pliant.core.types import match, nearest
 from pliant.graph.backward import trainable
 from pliant.planning import recipes
@@ -224,9 +224,8 @@ def _check_output(model: nn.Module, split: data.Split, name: str, classes: int, 
         try:
             out = logits(model, some)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            first = str(error).strip().partition("\n")[0]
             raise TaskError(
-                f"the model {name!r} fails on {kind} of shape {'×'.join(map(str, some.shape[1:]))}: {first}"
+                f"the model {name!r} fails on {kind} of shape {'×'.join(map(str, some.shape[1:]))}: {first_line(error)}"
             ) from error
     if not isinstance(out, torch.Tensor) or out.shape != (len(some), classes):
         given = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__

@@ -17,3 +17,8 @@ class ProfileMismatch(PliantError, ValueError):
 
 class ProbeError(PliantError, RuntimeError):
     """A batch on which units cannot be scored, for example because its loss is not finite."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or else its type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -61,11 +61,6 @@ def difference(run: Callable[[Tensor], Tensor], model: nn.Module, example: Tenso
     return worst
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of a long message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 def aside(path: str | os.PathLike[str]) -> Path:
     """Where a file is written before it gets its name, beside it, so that half a file never has it."""
     whole = Path(path)

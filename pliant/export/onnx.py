@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pliant.export.checked import Exported, ExportError, Forward, Logits, aside, difference, first_line
+from pliant.core.errors import first_line
+from pliant.export.checked import Exported, ExportError, Forward, Logits, aside, difference
 
 
 def export(

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pliant.export.checked import Exported, ExportError, Forward, Logits, difference, first_line
+from pliant.core.errors import first_line
+from pliant.export.checked import Exported, ExportError, Forward, Logits, difference
 from pliant.runtime.files import write_aside
 
 

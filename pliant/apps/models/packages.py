@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pliant import __version__
 from pliant.apps.optional import needed
+from pliant.core.errors import first_line
 from pliant.core.types import nearest
 
 PACKAGES = ("timm", "torchvision", "hf")
@@ -62,7 +63,7 @@ def _from_hf(what: str, classes: int | None, pretrained: bool) -> nn.Module:
             config.pad_token_id = tokenizer_of(what)[1]
         model = _of_config(transformers, config, what if pretrained else None)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"hf:{what} cannot be loaded: {_first(error)}") from error
+        raise ValueError(f"hf:{what} cannot be loaded: {first_line(error)}") from error
     stats = _pixel_stats(transformers, what)
     if stats is not None:
         model.pixel_stats = stats  # type: ignore[assignment]
@@ -87,7 +88,9 @@ def _of_config(transformers: Any, config: Any, weights: str | None) -> nn.Module
         root: BaseException = error
         while root.__cause__ is not None:
             root = root.__cause__
-        raise ImportError(f"transformers cannot be used here: {_first(root)}. Check its packages with pip check.") from error
+        raise ImportError(
+            f"transformers cannot be used here: {first_line(root)}. Check its packages with pip check."
+        ) from error
     finally:
         logging.set_verbosity(before)
         if bar:
@@ -113,7 +116,7 @@ def from_config(text: str, classes: int | None, path: str) -> nn.Module:
             held.update(num_labels=classes, id2label=None, label2id=None)
         return _of_config(transformers, transformers.AutoConfig.for_model(kind, **held), None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path!r} has no configuration of a model that transformers can read: {_first(error)}") from error
+        raise ValueError(f"{path!r} has no configuration of a model that transformers can read: {first_line(error)}") from error
 
 
 def tokenizer_of(what: str) -> tuple[str, int]:
@@ -122,7 +125,7 @@ def tokenizer_of(what: str) -> tuple[str, int]:
     try:
         found = transformers.AutoTokenizer.from_pretrained(what)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"hf:{what} has no tokenizer that can be loaded: {_first(error)}") from error
+        raise ValueError(f"hf:{what} has no tokenizer that can be loaded: {first_line(error)}") from error
     backend = getattr(found, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"hf:{what} has only a slow tokenizer ({type(found).__name__}). Save it with a tokenizer.json.")
@@ -149,10 +152,6 @@ def versions(name: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             out[package] = metadata.version(package)
     return out
-
-
-def _first(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def logits(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pliant.core.errors import first_line
 from pliant.engine.cuda_graphs.capture_key import CaptureKey, Refused
 from pliant.engine.cuda_graphs.optimizer_scalars import OptimizerScalars
 from pliant.engine.derived_weights import AllDerived, Derived
@@ -230,7 +231,7 @@ class Graphs:
                     raise RuntimeError("a step replaces parameters, buffers or optimizer state")
         except (RuntimeError, ValueError, AssertionError) as error:
             self._release()  # their random generator is invalid after the failure
-            self._failures[key] = f"capture failed: {str(error).strip().splitlines()[0]}"
+            self._failures[key] = f"capture failed: {first_line(error)}"
             raise Refused(self._failures[key]) from None
         finally:
             torch.clear_autocast_cache()

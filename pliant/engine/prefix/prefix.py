@@ -31,7 +31,7 @@ from pliant.engine.lean.frozen_batchnorm import norm_kernels
 from pliant.engine.prefix.feature_cache import Features
 from pliant.engine.prefix.inference import KEPT, PrefixInference
 from pliant.engine.prefix.int8 import SAMPLES, Calibration
-from pliant.engine.prefix.prefix_model import Export, InferenceRuntime, Models, first_line, why_not
+from pliant.engine.prefix.prefix_model import Export, InferenceRuntime, Models, error_text, why_not
 from pliant.engine.prefix.prefix_plan import NEW, PrefixPlan, Weights
 from pliant.engine.prefix.program_key import autocast_state, has_hooks_inside, model_state
 from pliant.engine.prefix.record import ProgramRecorder, random_state, set_random_state
@@ -297,7 +297,7 @@ class Prefix:
         try:
             return model.run(plan, batch)
         except Exception as error:  # PyTorch can run the prefix, or has its own words for what is wrong
-            plan.reasons["runtime"] = self.reasons["runtime"] = f"{model.loaded.title} failed: {first_line(error)}"
+            plan.reasons["runtime"] = self.reasons["runtime"] = f"{model.loaded.title} failed: {error_text(error)}"
             return None
 
     def _mode(self, plan: PrefixPlan, batch: list[torch.Tensor], found: Any, keeps: bool, fuse_norms: bool) -> Replay:

@@ -224,7 +224,7 @@ class InferenceRuntime:
             try:
                 written = written or export.model()
             except Exception as error:  # PyTorch can still run the prefix
-                return f"it cannot be written as ONNX: {first_line(error)}"
+                return f"it cannot be written as ONNX: {error_text(error)}"
             found = self._on(kind, *written, plan, export, batch)
             if not isinstance(found, str):
                 return found
@@ -248,7 +248,7 @@ class InferenceRuntime:
             model = PrefixModel(loaded, inputs, plan.signature(), threads, export.samples_are_apart())
             found = model.run(plan, batch)
         except Exception as error:  # whatever the runtime raises, PyTorch can still run the prefix
-            return f"{kind.title} cannot run it: {first_line(error)}"
+            return f"{kind.title} cannot run it: {error_text(error)}"
         if not export.is_whole() or not all(_is_near(one, other) for one, other in zip(found, export.rows(), strict=True)):
             return f"the results of {kind.title} differ from those of PyTorch by more than {TOLERANCE:g}"
         return self._in_int8(model, plan, batch, found, key, written)
@@ -277,7 +277,7 @@ class InferenceRuntime:
             ours = replace(model, loaded=loaded, calibration=calibration.number)
             off = int8.distance(ours.run(plan, batch), wanted)
         except Exception as error:  # of a prefix that the quantiser or its kernels do not know
-            return replace(model, not_int8=f"ONNX Runtime cannot quantise it: {first_line(error)}")
+            return replace(model, not_int8=f"ONNX Runtime cannot quantise it: {error_text(error)}")
         if prefix not in calibration.refusals:
             near = off <= int8.FARTHEST
             why = None if near else f"it would be off by {off:.0%}, and at most {int8.FARTHEST:.0%} is accepted"
@@ -299,11 +299,11 @@ def _why_not_on(kind: type[Loaded], plan: PrefixPlan) -> str | None:
     try:
         kind.prepare()
     except Exception as error:
-        return first_line(error)
+        return error_text(error)
     return None
 
 
-def first_line(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Of what it says; OpenVINO begins with where it was raised."""
     lines = (line for line in str(error).splitlines() if not line.startswith("Exception from "))
     return f"{type(error).__name__}: {next(lines, '')}"

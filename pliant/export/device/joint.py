@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pliant.core.errors import first_line
 from pliant.export.device.errors import ExportError
 from pliant.export.device.lower import quiet
 from pliant.export.device.step import Step
@@ -53,8 +54,7 @@ def _refusing(what: str) -> Iterator[None]:
         with quiet():
             yield
     except Exception as error:
-        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ExportError(
-            f"{what} cannot be exported: {said.strip()} A program is one fixed graph: no branch or loop may depend on values "
-            f"of tensors, shapes are those of the batch, and every operator must be known to torch.export."
+            f"{what} cannot be exported: {first_line(error)} A program is one fixed graph: no branch or loop may depend on "
+            f"values of tensors, shapes are those of the batch, and every operator must be known to torch.export."
         ) from error

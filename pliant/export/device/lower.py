@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pliant.core.errors import first_line
 from pliant.export.device.arena import Planner, Report
 from pliant.export.device.errors import ExportError, missing
 
@@ -39,8 +40,7 @@ def lower(joint: Any) -> Lowered:
             edge = to_edge(joint, compile_config=EdgeCompileConfig(_check_ir_validity=False))
             manager = edge.to_executorch(config)
         except Exception as error:
-            said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise ExportError(f"ExecuTorch cannot lower this graph: {said.strip()}") from error
+            raise ExportError(f"ExecuTorch cannot lower this graph: {first_line(error)}") from error
         plan = next(plan for plan in manager.executorch_program.execution_plan if plan.name == "forward")
         used = sorted({f"{op.name}.{op.overload}" if op.overload else op.name for op in plan.operators})
         _check_kernels(used)
