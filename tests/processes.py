@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pliant import Policy, Session, recipes, schedule
 
-WORLD, STEPS, EVERY, SAMPLES = 2, 50, 5, 8  # samples: of the global batch
+WORLD, STEPS, EVERY, SAMPLES = 2, 30, 5, 8  # samples: of the global batch
 OFTEN = schedule.every(steps=EVERY)
 RECIPES: dict[str, Callable[[], Policy]] = {
     "full": recipes.full,
@@ -280,7 +280,8 @@ def start(rank: int, folder: str) -> None:
 def run(folder: Path) -> list[Any]:
     """What each process found."""
     fresh = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
-    multiprocessing.set_forkserver_preload(["pliant", "torch.distributed.fsdp", "torch._dynamo"])  # slow: imported once
+    slow = ["pliant.session.session", "torch.distributed.fsdp", "torch._dynamo"]
+    multiprocessing.set_forkserver_preload(slow)  # imported once
     try:
         mp.start_processes(start, (str(folder),), nprocs=WORLD, start_method=fresh)
     except mp.ProcessExitedException as error:
