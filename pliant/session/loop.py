@@ -60,11 +60,10 @@ class Loop:
         undo: Undo | None,
         probe: Pieces | None,
         clock: Watch | None,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ) -> None:
-        self.ranks = ranks or Ranks()
         self.model, self.loss, self.engine, self.controller = model, loss, engine, controller
-        self.norms, self.update, self.log, self.undo = norms, update, log, undo
+        self.norms, self.update, self.log, self.undo, self.ranks = norms, update, log, undo, ranks
         self.params = trainable(model)
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
@@ -335,8 +334,7 @@ class Loop:
                 has_room = self.undo is not None or self.budget.memory is None
                 length = self.controller.warm_up(self.progress)
                 may = has_room and self.ranks.is_alone and length <= left
-                beside = self.budget.memory is None and self.engine.trains_alike
-                head = self.selection.params if beside else ()
+                head = self.selection.params if self.budget.memory is None and self.engine.trains_alike else ()
                 self.beginning.chose(self.model, self.engine.optimizer, self._of(selection), length, may, head)
             self._use(selection, start)
             if self.round == 0 and not self.controller.warm_up(self.progress):
