@@ -55,7 +55,7 @@ class Stepper:
         self.release()
         self._hooks = [
             optimizer.register_step_pre_hook(even_out_),
-            optimizer.register_step_pre_hook(self._before_optimizer_step),
+            optimizer.register_step_pre_hook(lambda *_: self._before_update()),
             optimizer.register_step_post_hook(self._after_optimizer_step),
         ]
         self._engine.use_optimizer(optimizer)
@@ -64,9 +64,6 @@ class Stepper:
         """Leave the optimizer as it was found."""
         for hook in self._hooks:
             hook.remove()
-
-    def _before_optimizer_step(self, *_: Any) -> None:
-        self._before_update()
 
     def _after_optimizer_step(self, *_: Any) -> None:
         if self._is_ours:
