@@ -244,7 +244,7 @@ class StepTiming:
         if not plain:
             return profile
         batches = max(float(measured[-1] - whole[3]), 0.0) * times_more * self.update.accumulate
-        return replace(profile, plain=replace(profile.cost([_unit(profile.params)]), seconds=batches + float(whole[3])))
+        return replace(profile, plain=replace(profile.cost([profile.everything]), seconds=batches + float(whole[3])))
 
     def _plain_step(self) -> float:
         """Seconds of a step of plain training."""
