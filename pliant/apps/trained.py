@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pliant.apps import data, models, run_folder, tasks
 from pliant.apps.data import inputs as kinds
 from pliant.apps.data import samples
-from pliant.apps.data.errors import DataError, Skipped
+from pliant.apps.data.errors import DataError, Skipped, in_short
 from pliant.apps.data.folders import TEST, VALIDATION
 from pliant.apps.data.images import completed
 from pliant.apps.data.inputs import Inputs, read_all
@@ -279,7 +279,7 @@ def _read(trained: Trained, source: str, reading: Reading) -> tuple[Tensor, Tens
         raise DataError(f"{source!r} holds {found.kind}, but this model was trained on {trained.inputs.kind}.")
     read, places, skipped = read_all(found.sources, found.names, trained.inputs.read, reading.skip_unreadable)
     if skipped:
-        note(f"{len(skipped)} samples cannot be read and were skipped, the first because {skipped[0].why.rstrip('.')}")
+        note(in_short(skipped))
     if not read:
         raise DataError(f"{source!r} holds no sample that can be read.")
     names = [(found.labels or [])[place] for place in places]

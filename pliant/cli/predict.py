@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pliant.apps import trained as using
 from pliant.apps.data import samples
-from pliant.apps.data.errors import Skipped
+from pliant.apps.data.errors import Skipped, in_short
 from pliant.apps.tasks import columns_are_options
 from pliant.apps.trained import Prediction
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors
@@ -79,7 +79,7 @@ def predict(
         skipped: list[Skipped] = []
         rows = list(using.predictions(trained, found, top, skip_unreadable, skipped))
         if skipped:
-            note(f"{len(skipped)} samples cannot be read and were skipped, the first because {skipped[0].why.rstrip('.')}")
+            note(in_short(skipped))
         content = {Form.csv: _csv, Form.json: _json}.get(form, _plain)(rows, skipped)
         if out is not None:
             write_aside(out, content.encode())

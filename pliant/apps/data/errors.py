@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pliant.core.errors import PliantError
@@ -16,3 +17,8 @@ class Skipped(NamedTuple):
 
     name: str
     why: str
+
+
+def in_short(skipped: Sequence[Skipped]) -> str:
+    """What to say of samples that were skipped."""
+    return f"{len(skipped)} samples cannot be read and were skipped, the first because {skipped[0].why.rstrip('.')}"

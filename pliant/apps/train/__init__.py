@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pliant.apps import run_folder, tasks
+from pliant.apps.data.errors import in_short
 from pliant.apps.tasks import Task, TaskError
 from pliant.apps.train.interrupts import Stopped, Stopwatch, explain_disk_errors
 from pliant.apps.train.loggers import other_logs
@@ -86,8 +87,7 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
     with working.noting() as notes:
         task = load_task(options)
         if task.skipped:
-            first = f"{len(task.skipped)} samples cannot be read and were skipped, the first because {task.skipped[0].why}"
-            working.note(f"{first.rstrip('.')}. All are listed in skipped.csv")
+            working.note(f"{in_short(task.skipped)}. All are listed in skipped.csv")
     if "graphs" in options.engine.split("+") and task.device.type != "cuda":
         raise TaskError(
             f"engine={options.engine!r}: steps can only be captured on CUDA, but this run is on {task.device.type!r}. Leave "
