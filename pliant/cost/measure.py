@@ -146,20 +146,20 @@ def timed(
     with sandbox(model), undisturbed():
         norms = BatchNormModes(model, norm)
         norms.hold_(params, params)
-        passes = NodeTiming(model, loss, some, graph, params, norms, around, prices)
-        times, alone = passes.times(repeats)
+        nodes = NodeTiming(model, loss, some, graph, params, norms, around, prices)
+        times, alone = nodes.times(repeats)
         follow = follow and samples is None
-        sizes = passes.sizes() if follow else Sizes.counted(graph, {}, norms_differ=norm == "chosen")
+        sizes = nodes.sizes() if follow else Sizes.counted(graph, {}, norms_differ=norm == "chosen")
         sizes = replace(sizes, **optimizer_sizes(optimizer, params))
         like = update.apart(), around, not graph.all_trainable, graph.seed, ready
-        trial = StepTiming(model, optimizer, loss, some, params, norms, *like)
-        stepping, stepping_alone = trial.update_seconds(repeats, alone=not passes.is_bound_by_gpu)
-        times, steady = times.with_update(*stepping), not passes.is_bound_by_launches
+        steps = StepTiming(model, optimizer, loss, some, params, norms, *like)
+        stepping, stepping_alone = steps.update_seconds(repeats, alone=not nodes.is_bound_by_gpu)
+        times, steady = times.with_update(*stepping), not nodes.is_bound_by_launches
         draft = charges.profile(graph, times, sizes, where)
-        rungs, turns = trial.turns(graph, draft, repeats, steady, plain)
+        rungs, turns = steps.turns(graph, draft, repeats, steady, plain)
     with sandbox(model), undisturbed():  # norms have their statistics back: what an engine makes of them serves the first steps
-        head = trial.by_engine(draft.head, repeats)
-        profile = trial.calibrated(graph, times, sizes, draft, rungs, turns, head, steady, plain, more)
+        head = steps.by_engine(draft.head, repeats)
+        profile = steps.calibrated(graph, times, sizes, draft, rungs, turns, head, steady, plain, more)
     if alone is not None:
         captured = charges.profile(graph, alone.with_update(*stepping_alone), sizes, where, update.accumulate)
         profile = replace(profile, other_seconds=captured.seconds)
@@ -183,8 +183,8 @@ def power(
     """
     params = trainable(model)
     with sandbox(model), undisturbed():
-        trial = StepTiming(model, optimizer, loss, batch, params, BatchNormModes(model, "as-is"), (update or Update()).apart())
-        return trial.watts(meter, least, clock)
+        steps = StepTiming(model, optimizer, loss, batch, params, BatchNormModes(model, "as-is"), (update or Update()).apart())
+        return steps.watts(meter, least, clock)
 
 
 def sparing(cost: Callable[..., Profile]) -> Callable[..., Profile]:
@@ -342,16 +342,16 @@ class FullStep:
         update: Update | None = None,
     ) -> None:
         update = (update or Update()).apart()
-        self._trial = StepTiming(model, optimizer, loss, None, params, BatchNormModes(model, "as-is"), update)
-        self._trial.watch = watch
+        self._timing = StepTiming(model, optimizer, loss, None, params, BatchNormModes(model, "as-is"), update)
+        self._timing.watch = watch
 
     def seconds(self, batch: Any) -> float:
         """Seconds of one. Leaves no trace. The first makes the optimizer's state, so it should not count."""
-        trial = self._trial
-        with sandbox(trial.model), undisturbed():
-            spare_statistics_(trial.model)
-            trial.batch = batch
+        timing = self._timing
+        with sandbox(timing.model), undisturbed():
+            spare_statistics_(timing.model)
+            timing.batch = batch
             try:
-                return trial.step(trial.params)
+                return timing.step(timing.params)
             finally:
-                trial.batch = None
+                timing.batch = None

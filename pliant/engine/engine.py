@@ -60,7 +60,7 @@ class Engine(ForwardPasses):
     ) -> None:
         self._model, self._loss, self._update, self._ranks = model, loss, update, ranks or Ranks()
         self._asked, self._cuda = parse(engine), next(model.parameters()).device.type == "cuda"
-        self._kernels, self._may_rest = CustomKernels(model), False
+        self._kernels, self._may_be_plain = CustomKernels(model), False
         self.slices: Slices | None = None
         self.features, self.units_are_sliced = features, False  # the latter: whether channels may be chosen
         self.origin: Mapping[str, Any] = {}  # what was found about the loss when its cost was measured (`Profile.origin`)
@@ -88,7 +88,7 @@ class Engine(ForwardPasses):
         `has_ids`: whether batches name their samples, which a cache needs.
         """
         if budget is not None:
-            self._memory_is_limited, self._may_rest = budget.memory is not None, self._asked.is_auto and budget == Budget()
+            self._memory_is_limited, self._may_be_plain = budget.memory is not None, self._asked.is_auto and budget == Budget()
             fast = budget.time is not None or budget.energy is not None
             self._captures_pay = budget.memory is None or fast  # else memory is better spent on training
         self._room = self._room if room is None else room
@@ -196,7 +196,7 @@ class Engine(ForwardPasses):
         self._prefix.reasons.clear()  # another boundary may be cached, or run elsewhere
         old, slices = self.slices, Slices(params, parts)
         self.slices = slices if len(slices) else None
-        self._kernels.rest = self._may_rest and not len(slices) and params.keys() <= {part.param for part in parts}
+        self._kernels.is_off = self._may_be_plain and not len(slices) and params.keys() <= {part.param for part in parts}
         self._ends = Ends((params[part.param] for part in parts if part.param not in slices.parts), params.values())
         self.settle()
         if self.slices is not None and old is not None:

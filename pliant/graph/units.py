@@ -221,9 +221,9 @@ def _repeated(graph: Graph) -> set[str]:
     parents = {owner(name) for name in graph.modules if name}
     built = [name for name in graph.modules if name and name in parents and name in shapes]
     named = [name for name in built if graph.modules[name] not in ("Sequential", "ModuleList", "ModuleDict")]
-    twins = _twins(named, graph.modules, shapes)
-    blocks = {graph.modules[name] for name in twins}
-    stacks = {graph.modules[name] for twin in twins for name in _ancestors(twin)[1:]} - blocks
+    alike = _alike(named, graph.modules, shapes)
+    blocks = {graph.modules[name] for name in alike}
+    stacks = {graph.modules[name] for one in alike for name in _ancestors(one)[1:]} - blocks
     kinds = Counter(graph.modules[name] for name in named)
     repeated = {name for name in named if kinds[graph.modules[name]] > 1 and graph.modules[name] not in stacks}
     if not repeated:  # plain containers side by side
@@ -232,7 +232,7 @@ def _repeated(graph: Graph) -> set[str]:
     return {name for name in repeated if not any(outer in repeated for outer in _ancestors(name)[1:])}
 
 
-def _twins(named: Iterable[str], modules: Mapping[str, str], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> set[str]:
+def _alike(named: Iterable[str], modules: Mapping[str, str], shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> set[str]:
     """The modules that have a neighbour of their class in a numbered list with the same shapes where both have a parameter."""
     lists: dict[tuple[str, str], list[str]] = {}
     for name in named:

@@ -41,13 +41,13 @@ class CustomKernels:
     def __init__(self, model: nn.Module) -> None:
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._exist = on_cpu and is_slow_here(model)
-        self.rest = False  # where everything trains and nothing is limited: such steps are PyTorch's, bit for bit
+        self.is_off = False  # where everything trains and nothing is limited: such steps are PyTorch's, bit for bit
         self.reasons: dict[str, str] = {}
         self._is_checked = arm.SLOW_HERE  # those keep the layout of every tensor
 
     @property
     def serve(self) -> bool:
-        return self._exist and not self.rest
+        return self._exist and not self.is_off
 
     def are_right(self, model: nn.Module, loss: Loss, batch: Any) -> bool:
         """Try them once, without a trace: code that relies on the layout of tensors may fail channels-last, or differ."""
