@@ -22,18 +22,13 @@ def optimizer_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
 
     One parameter of each kind (shape, dtype, group) is tried.
     """
-    group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    mine = {name: param for name, param in params.items() if id(param) in group_of}
-    kinds: dict[Any, tuple[int, int]] = {}
-    state, scratch_bytes = {}, {}
-    for name, param in mine.items():
-        kind = param.shape, param.dtype, group_of[id(param)]
-        if kind not in kinds:
-            like, copies = _with_state(optimizer, [param])
-            tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))
-            kinds[kind] = sum(t.numel() * t.element_size() for t in tensors), _step_peak(like)
-        state[name], scratch_bytes[name] = kinds[kind]
-    together = _takes_all_at_once(optimizer, mine, scratch_bytes)
+    kinds, known = _kinds(optimizer, params), dict[Any, tuple[int, int]]()
+    for name, kind in kinds.items():
+        if kind not in known:
+            like, copies = _with_state(optimizer, [params[name]])
+            known[kind] = _state_bytes(like, copies), _step_peak(like)
+    state, scratch_bytes = ({name: known[kind][i] for name, kind in kinds.items()} for i in (0, 1))
+    together = _takes_all_at_once(optimizer, params, scratch_bytes)
     return {"state": state, "scratch": scratch_bytes, "together": together}
 
 
@@ -46,24 +41,27 @@ def state_sizes(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parame
     """
     if needs_closure(optimizer):
         return {}
+    kinds, known = _kinds(optimizer, params), dict[Any, int]()
+    for name, kind in kinds.items():
+        if kind not in known:
+            param = params[name]
+            try:
+                values = None if param.numel() <= _SMALL else [torch.empty_like(param, device="meta")]
+                known[kind] = _state_bytes(*_with_state(optimizer, [param], values))
+            except (RuntimeError, ValueError):  # fused, or written for one kind of device
+                known[kind] = _state_bytes(*_with_state(optimizer, [param]))
+    return {name: known[kind] for name, kind in kinds.items()}
+
+
+def _kinds(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Shape, dtype and group of the parameters that the optimizer holds: of those that are alike one is tried."""
     group_of = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    kinds: dict[Any, int] = {}
-    out = {}
-    for name, param in params.items():
-        if id(param) in group_of:
-            kind = param.shape, param.dtype, group_of[id(param)]
-            if kind not in kinds:
-                try:
-                    if param.numel() <= _SMALL:
-                        like, copies = _with_state(optimizer, [param])
-                    else:
-                        like, copies = _with_state(optimizer, [param], [torch.empty_like(param, device="meta")])
-                except (RuntimeError, ValueError):  # fused, or written for one kind of device
-                    like, copies = _with_state(optimizer, [param])
-                tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))
-                kinds[kind] = sum(t.numel() * t.element_size() for t in tensors)
-            out[name] = kinds[kind]
-    return out
+    return {name: (p.shape, p.dtype, group_of[id(p)]) for name, p in params.items() if id(p) in group_of}
+
+
+def _state_bytes(like: torch.optim.Optimizer, copies: Sequence[nn.Parameter]) -> int:
+    tensors = (t for t in like.state[copies[0]].values() if isinstance(t, torch.Tensor))
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _with_state(
@@ -87,7 +85,7 @@ def _step_peak(like: torch.optim.Optimizer) -> int:
 
 def _takes_all_at_once(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], alone: Mapping[str, int]) -> bool:
     """Whether a step over several parameters takes up the scratch memory of all of them together (as `foreach` does)."""
-    few = sorted(params, key=lambda name: -alone[name])[:4]
+    few = sorted(alone, key=lambda name: -alone[name])[:4]
     if len(few) < 2 or not alone[few[0]]:
         return False
     like, _ = _with_state(optimizer, [params[name] for name in few])
