@@ -76,9 +76,8 @@ def run(
                 model = efficientnet_lite0(digits.classes, pretrained=True)
                 for module in model.modules():
                     if isinstance(module, nn.BatchNorm2d):
-                        module.momentum = (
-                            0.1  # with the 0.01 of ImageNet training, running statistics would need hundreds of steps to adapt
-                        )
+                        # With the 0.01 of ImageNet, running statistics would need hundreds of steps to adapt.
+                        module.momentum = 0.1
                 optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
                 batches = list(islice(data.batches(digits.train, batch, seed=seed), steps))
                 task = progress.add_task(name, total=steps, note="starting" if train is _plain else "measuring")

@@ -203,9 +203,7 @@ def _model(name: str, classes: int, scratch: bool) -> nn.Module:
     if isinstance(model, models.EfficientNetLite0):
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
-                module.momentum = (
-                    0.1  # with the 0.01 of ImageNet training, running statistics would need hundreds of steps to adapt
-                )
+                module.momentum = 0.1  # with the 0.01 of ImageNet, running statistics would need hundreds of steps to adapt
     return model
 
 

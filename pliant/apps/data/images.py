@@ -227,9 +227,8 @@ def decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
                 image = pillow.Image.alpha_composite(pillow.Image.new("RGBA", clear.size, "white"), clear)
             image = image.convert("RGB")
         if image.size != (size, size):
-            image = image.resize(
-                (size, size), pillow.Image.Resampling.BILINEAR
-            )  # Pillow widens the filter when it shrinks an image
+            # Pillow widens the filter when it shrinks an image.
+            image = image.resize((size, size), pillow.Image.Resampling.BILINEAR)
     except (
         OSError,
         SyntaxError,

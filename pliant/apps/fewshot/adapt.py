@@ -170,9 +170,8 @@ class _FewShotTask:
             view = step if self.views is None else step % self.views
             augmented, total = replace(self.augmented, view=view), torch.zeros((), device=self.augmented.device)
             for index in augmented.places():
-                ids = (
-                    [(view, i) for i in index] if self.views is not None else None
-                )  # without fixed views, no copy is seen twice
+                # Without fixed views, no copy is seen twice.
+                ids = [(view, i) for i in index] if self.views is not None else None
                 total += session.step(augmented.piece(index), ids=ids)
             loss = float(total) / len(augmented)
             if on_step is not None:

@@ -141,9 +141,8 @@ class Graphs:
         try:
             key = self._key(batch, choice, first)
             captured = self._known.get(key)
-            moved = captured is not None and captured.at != self._capture_key.addresses(
-                first
-            )  # state was loaded, a weight replaced
+            # Where state was loaded, or a weight replaced:
+            moved = captured is not None and captured.at != self._capture_key.addresses(first)
             if moved or (captured is None and key in self._seen):
                 captured = self._capture_step(batch, work, key, first, prepare)
         except Refused as why:

@@ -56,9 +56,7 @@ class Replay(TorchFunctionMode):
         self._checks, self._weights = checks, weights
         self._fuse_norms = fuse_norms and bool(plan.frozen_norms)
         self._outer_hooks = saved_tensor_hooks()  # inside of others, such as a checkpoint's, those decide what is saved
-        self._clipped: tuple[int, torch.Tensor] | None = (
-            None  # the position of the next clipping, and the tensor that is clipped already
-        )
+        self._clipped: tuple[int, torch.Tensor] | None = None  # where the next clipping is, and what is clipped already
         self._known: dict[int, tuple[ref[torch.Tensor], int]] = {}  # tensors by id
         number = 0
         for tensor in batch if checks else ():

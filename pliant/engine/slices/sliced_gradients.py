@@ -216,9 +216,8 @@ def _product(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         out = torch.bmm(few, many.transpose(1, 2)).sum(0)
         return out if few is grad else out.t()
     out = grad.new_zeros(many.shape[1], few.shape[1])
-    for some, data in zip(
-        many, few.transpose(1, 2).contiguous(), strict=True
-    ):  # a contiguous copy of the smaller one is worth its time
+    # A contiguous copy of the smaller one is worth its time.
+    for some, data in zip(many, few.transpose(1, 2).contiguous(), strict=True):
         out.addmm_(some, data)
     return out.t() if few is grad else out
 

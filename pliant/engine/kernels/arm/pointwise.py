@@ -76,9 +76,8 @@ def _product(matrix: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
         out = (matrix @ _by_channel(images)).view(len(matrix), samples, high, wide)
         return out.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     out = torch.matmul(matrix, images.reshape(samples, channels, high * wide))
-    return torch.ops.aten._unsafe_view(
-        out, (samples, len(matrix), high, wide)
-    )  # not a view, so that it may be changed in place
+    # Not a view, so that it may be changed in place.
+    return torch.ops.aten._unsafe_view(out, (samples, len(matrix), high, wide))
 
 
 def _of_weight(grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
