@@ -879,20 +879,12 @@ def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert second.fit(data(8), epochs=3) == []  # done is done
 
 
-def test_fit_with_fewer_batches_than_a_step_takes() -> None:
+@pytest.mark.parametrize(("how", "said"), [({"accumulate": 4}, "3 batches"), ({"steps_per_epoch": 5}, "steps_per_epoch=5")])
+def test_fit_with_fewer_batches_than_a_step_takes_or_were_promised(how: dict[str, int], said: str) -> None:
     model = make()
     with (
-        Session(model, sgd(model), classify, fixed("head.*"), accumulate=4) as session,
-        pytest.raises(ValueError, match="3 batches"),
-    ):
-        session.fit(data(3), epochs=2)
-
-
-def test_fit_with_fewer_batches_than_were_promised() -> None:
-    model = make()
-    with (
-        Session(model, sgd(model), classify, fixed("head.*"), steps_per_epoch=5) as session,
-        pytest.raises(ValueError, match="steps_per_epoch=5"),
+        Session(model, sgd(model), classify, fixed("head.*"), **how) as session,
+        pytest.raises(ValueError, match=said),
     ):
         session.fit(data(3), epochs=2)
 
