@@ -105,6 +105,8 @@ class _UntilDeadline(io.RawIOBase):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Answers one request: for the page, or for what is new since a page was made."""
+
     server: _Server
     server_version, sys_version, timeout = "pliant", "", _REQUEST_SECONDS
 
@@ -156,6 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
+    """Serves one page to this machine, to so many requests at once."""
+
     daemon_threads = True  # an open page does not delay Ctrl-C
 
     def __init__(self, port: int, live: LivePage) -> None:

@@ -28,34 +28,6 @@ _MOST_PLANS = 24
 _NEAR = 0.97  # of the limit: close enough, another graph would cost more than it finds
 
 
-def _trimmed(
-    selection: Selection,
-    stay: set[Unit],
-    seen: dict[frozenset[Any], Candidate],
-    values: Mapping[Unit, float],
-    limit: int,
-    graph_of: Callable[[Selection], tuple[Any, int]],
-) -> Candidate | None:
-    """The better half of a selection, and of that, until its program fits: plans do not count the weights that change."""
-    count, units = len(selection.units), sorted(selection.units, key=lambda unit: (unit not in stay, -values[unit]))
-    while count > max(1, len(stay)):
-        count = max(1, len(stay), count // 2)
-        kept = tuple(unit for unit in selection.units if unit in set(units[:count]))
-        part = replace(selection, units=kept, value=sum(values[unit] for unit in kept))
-        found = seen[frozenset(part.parts)] = Candidate(part, *graph_of(part))
-        if found.bytes <= limit:
-            return found
-    return None
-
-
-def _least(unit: Unit, sizes: Mapping[str, int]) -> int:
-    """Bytes that a program needs to train this unit, whatever else it does.
-
-    A tensor that trains whole is held with its gradient. One of which a slice trains is put together where it is used.
-    """
-    return max(sizes[part.param] * (2 if part.dim is None else 1) for part in unit.parts)
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A selection with its joint graph and the bytes that the graph takes."""
@@ -142,3 +114,31 @@ def choose(
             f"smaller batch or smaller images, or choose units that are smaller (units.channels())."
         )
     return best, len(seen)
+
+
+def _trimmed(
+    selection: Selection,
+    stay: set[Unit],
+    seen: dict[frozenset[Any], Candidate],
+    values: Mapping[Unit, float],
+    limit: int,
+    graph_of: Callable[[Selection], tuple[Any, int]],
+) -> Candidate | None:
+    """The better half of a selection, and of that, until its program fits: plans do not count the weights that change."""
+    count, units = len(selection.units), sorted(selection.units, key=lambda unit: (unit not in stay, -values[unit]))
+    while count > max(1, len(stay)):
+        count = max(1, len(stay), count // 2)
+        kept = tuple(unit for unit in selection.units if unit in set(units[:count]))
+        part = replace(selection, units=kept, value=sum(values[unit] for unit in kept))
+        found = seen[frozenset(part.parts)] = Candidate(part, *graph_of(part))
+        if found.bytes <= limit:
+            return found
+    return None
+
+
+def _least(unit: Unit, sizes: Mapping[str, int]) -> int:
+    """Bytes that a program needs to train this unit, whatever else it does.
+
+    A tensor that trains whole is held with its gradient. One of which a slice trains is put together where it is used.
+    """
+    return max(sizes[part.param] * (2 if part.dim is None else 1) for part in unit.parts)
