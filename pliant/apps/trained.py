@@ -241,7 +241,7 @@ def _own_validation(trained: Trained, run: str | os.PathLike[str] | None) -> tup
     folder = Path(run) if run is not None else None
     if folder is None or not folder.is_dir():
         raise TaskError("a weight file alone does not say what to evaluate on. Give the data, or the folder of the run.")
-    options = Options.of({**run_folder.options_of(folder)}, f"the run in {os.fspath(folder)!r}")
+    options = Options.of(run_folder.options_of(folder), f"the run in {os.fspath(folder)!r}")
     if options.data == "digits":
         return data.digits(options.size, options.seed).validation, "validation"
     if not os.path.exists(options.data):

@@ -68,7 +68,8 @@ def adapt(
         if out is not None and out.suffix != ".safetensors":
             raise UsageError(f"--out {out}: give a name that ends with .safetensors, so that it can be read again.")
         with naming("--memory, --macs"):
-            policy = recipes.tinytrain(*(_limit(given) for given in (memory, macs)), exact=exact, seed=seed)
+            limits = (None if given == "none" else tasks.amount(given) for given in (memory, macs))
+            policy = recipes.tinytrain(*limits, exact=exact, seed=seed)
         with naming("--lr"):
             rate = fewshot.as_rate(lr)
         where = tasks.device_of(device)
@@ -106,16 +107,6 @@ def adapt(
         _print(console, found)
         if out is not None:
             console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _limit(given: str) -> float | str | None:
-    """A share, an amount with its unit, or no limit."""
-    if given == "none":
-        return None
-    try:
-        return float(given)
-    except ValueError:
-        return given
 
 
 def _check(support: ImageSet) -> None:
