@@ -167,7 +167,8 @@ def _arrays(source: str) -> Prepared:
     if not bool(x.isfinite().all()):
         raise DataError(f"{source!r}: x holds numbers that are not finite. Replace them, or remove those samples.")
     classes = sorted_names(labels)
-    numbers = torch.tensor([{name: i for i, name in enumerate(classes)}[one] for one in labels])
+    number = {name: label for label, name in enumerate(classes)}
+    numbers = torch.tensor([number[one] for one in labels])
     if "classes" in held:
         given = tuple(str(one) for one in held["classes"])
         if not all(name.isdecimal() and int(name) < len(given) for name in classes):
