@@ -334,6 +334,16 @@ def test_a_resumed_session_knows_that_the_runtime_does_not_serve(kind: type[Load
         assert again.engine == "plain" and again.why_not["runtime"] == session.why_not["runtime"]
 
 
+def test_shapes_that_always_differ_do_not_cost_a_model_each(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
+    written, build = list[None](), InferenceRuntime.build
+    monkeypatch.setattr(InferenceRuntime, "build", lambda *given: written.append(None) or build(*given))
+    shapes = [torch.randn(2, 3, 12 + more, 12) for more in range(10)] * 2
+    session, ours = train(small(), "auto", shapes)
+    _, plain = train(small(), "plain", shapes)
+    torch.testing.assert_close(ours, plain, **NEAR)
+    assert len(written) == 8 and "first 8 shapes" in session.why_not["prefix"]
+
+
 def test_wrong_results_are_not_used(kind: type[Loaded], monkeypatch: pytest.MonkeyPatch) -> None:
     run = PrefixModel.run
     monkeypatch.setattr(PrefixModel, "run", lambda *given: tuple(one + 0.01 for one in run(*given)))

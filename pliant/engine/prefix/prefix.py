@@ -40,7 +40,7 @@ from pliant.engine.prefix.replay import LEAKS, CacheHit, Diverged, Replay
 from pliant.runtime import batches
 from pliant.runtime.torch_internals import without_function_modes
 
-_PROGRAMS = 8  # kept at a time
+_PROGRAMS = 8  # kept at a time; for one selection, so many shapes of batches
 _MAX_DIVERGED = 3  # passes that may diverge before recording stops, and one more for every 20 that do not
 
 
@@ -166,6 +166,9 @@ class Prefix:
             samples = len(ids) if kept and ids is not None else None
             key = self._key(tensors, kept, choice)
             plan = self._programs.get(key)
+        if plan is None and len(self._programs) >= _PROGRAMS and not self._others(key):
+            self.reasons["prefix"] = f"it runs for the first {_PROGRAMS} shapes of batches, and there are more"
+            return forward()
         if plan is None and rehearse is not None:
             start = time.monotonic()
             rehearse()
@@ -259,6 +262,10 @@ class Prefix:
         """The key of the program."""
         return kept, self._inside(choice), tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
 
+    def _others(self, key: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The keys of programs that differ from this one by more than the batch, the longest unused first."""
+        return [one for one in self._programs if one[:2] != key[:2]]
+
     def _inside(self, choice: Hashable) -> Hashable:
         """What decides on the program beside the batch."""
         return choice, model_state(self.model), autocast_state(), torch.is_grad_enabled(), self.runtime is not None
@@ -280,8 +287,8 @@ class Prefix:
             for kind in {tensor.device.type for tensor in batch} if plan.folds or plan.frozen_norms else ():
                 norm_kernels(kind)
         self._programs[key] = plan
-        while len(self._programs) > _PROGRAMS:
-            self._programs.popitem(last=False)
+        if len(self._programs) > _PROGRAMS:
+            del self._programs[next(iter(self._others(key) or self._programs))]
         self._weights.keep({fold for plan in self._programs.values() for fold in plan.weights})
         self._set_reasons(plan, samples is not None)
         return out
