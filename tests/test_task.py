@@ -98,6 +98,13 @@ def test_digits_come_with_their_classes() -> None:
     assert mine.classes == tuple("0123456789") and len(mine.train) == 1000 and len(mine.validation) == 297
 
 
+def test_a_folder_with_the_name_of_the_digits_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PliantError, match=r"write \./digits for yours"):
+        task.load("tiny_net:net", "digits", size=8, seed=0, device="cpu", scratch=True)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:7"])
 def test_a_device_that_is_not_there_is_told(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -17,6 +17,7 @@ from torch import nn
 from pliant.apps import data, models
 from pliant.apps.augment import augmented
 from pliant.apps.data import images
+from pliant.apps.data.digits import means_digits
 from pliant.apps.data.errors import DataError, Skipped
 from pliant.apps.data.folders import TRAIN, VALIDATION
 from pliant.apps.data.inputs import ImageInputs, Inputs, TextInputs
@@ -97,7 +98,7 @@ def load(
     """
     where = device_of(device)
     reading = replace(reading or Reading(), size=size)
-    if source == "digits":
+    if means_digits(source):
         digits = data.digits(size, seed)
         classes: tuple[str, ...] = tuple(map(str, range(digits.classes)))
         torch.manual_seed(seed)  # of the weights of a new last layer

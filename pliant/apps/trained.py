@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pliant.apps import data, models, run_folder, tasks
 from pliant.apps.data import inputs as kinds
 from pliant.apps.data import samples
+from pliant.apps.data.digits import means_digits
 from pliant.apps.data.errors import DataError, Skipped, in_short
 from pliant.apps.data.folders import TEST, VALIDATION
 from pliant.apps.data.images import completed
@@ -253,7 +254,7 @@ def _own_validation(trained: Trained, run: str | os.PathLike[str] | None) -> tup
 
 def _labelled(trained: Trained, source: str, reading: Reading) -> tuple[data.Split, str]:
     """The test split of the data if they have one, else all of them."""
-    if source == "digits":
+    if means_digits(source):
         size = getattr(trained.inputs, "size", 64)
         return data.digits(size, 0).test, "test"
     if not os.path.exists(source):

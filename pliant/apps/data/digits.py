@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pliant.apps.data.errors import DataError
 from pliant.apps.models import PIXEL_STATS
+
+
+def means_digits(source: str) -> bool:
+    """Whether a name of data is that of these digits. With a folder of that name beside it, nobody knows."""
+    if source == "digits" and os.path.exists(source):
+        raise DataError("'digits' names the built-in dataset, and something here has that name too: write ./digits for yours.")
+    return source == "digits"
 
 
 @dataclass(frozen=True, eq=False)

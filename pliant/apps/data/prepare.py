@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pliant.apps.data import audio, images, samples
+from pliant.apps.data.digits import means_digits
 from pliant.apps.data.errors import DataError, Skipped
 from pliant.apps.data.folders import TRAIN
 from pliant.apps.data.images import completed
@@ -56,7 +57,7 @@ class Prepared:
 
 def kind_of(source: str, reading: Reading | None = None) -> str:
     """What a name holds: "images", "text", "audio" or "arrays". Nothing is decoded for it."""
-    if source == "digits":
+    if means_digits(source):
         return "images"
     if source.endswith(".npz"):
         return "arrays" if {"x", "y"} <= _names(source) else "images"
