@@ -62,7 +62,7 @@ def use_optimizer(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
     if loop.controller.selection is not None:
         check_in_groups(loop.params, optimizer, loop.selection.params)
         loop.engine.check(loop.selection.parts, optimizer)
-        loop.controller.ask_again()
+        loop.controller.asks_anyway = True
     before = loop.engine.mode
     loop.stepper.use_optimizer(optimizer)
     loop.beginning.use_optimizer(optimizer)

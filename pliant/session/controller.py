@@ -41,8 +41,6 @@ from pliant.session import beginning
 from pliant.session.feedback import DWELL, Feedback, Round, Turns
 from pliant.signals.drift import Drift, latest
 
-Probe = Callable[[int], dict[Unit, float]]
-
 LOOK_EVERY = 10  # steps between two comparisons of measured and predicted seconds
 _STEPS_LEFT = 1000  # that a selection is taken to last where the length of the run is unknown
 
@@ -60,7 +58,7 @@ class Controller:
         self.values: dict[Unit, float] = {}
         self.frozen: Collection[str] = ()  # parameters that may not be chosen
         self.pending: Selection | None = None  # planned for a new budget, not yet in force
-        self.asks_anyway = False  # for another selection, whatever the schedule says
+        self.asks_anyway = False  # for another selection, scored with the next batch, whatever the schedule says
         self.head_goes_on = False  # alone, longer than planned
         self.last = Progress()  # where the run stood at the last selection
         self._priced: tuple[Profile, Mode, Profile] | None = None
@@ -159,7 +157,7 @@ class Controller:
         is_short = 0 < left < self.policy.when.lasts
         return self.asks_anyway or (not is_short and self.policy.when.due(now, self.last, self.drift.amount))
 
-    def next(self, now: Progress, mode: Mode, probe: Probe) -> Selection | None:
+    def next(self, now: Progress, mode: Mode, probe: Callable[[int], dict[Unit, float]]) -> Selection | None:
         """What to change to, or None. `probe(round)` scores every unit on the batch at hand.
 
         A probe that fails ends the attempt: what is in force stays.
@@ -205,9 +203,7 @@ class Controller:
             self.last, self.drift = now, Drift()
         self.selection, self.pending = selection, None
         asked = self.profile.seconds_within(selection.asked) if self.profile is not None else None
-        begins = Round(selection.round, selection.step, asked, selection.cost.seconds, selection.full.seconds)
-        begins.asked_bytes, begins.predicted_bytes = selection.asked.get("bytes"), selection.cost.bytes
-        self.feedback.begin(begins)
+        self.feedback.begin(Round.of(selection, asked))
 
     def warm_up(self, now: Progress) -> int:
         """The steps in which only what is always chosen trains; 0 where that is nothing, or everything."""
@@ -233,10 +229,6 @@ class Controller:
         self.values = {unit: value if unit.name in kept else 0.0 for unit, value in self.values.items()}
         return self._plan(replace(now, round=self._next_round), mode)
 
-    def ask_again(self) -> None:
-        """Probe with the next batch, whatever the schedule says."""
-        self.asks_anyway = True
-
     def windows(self, now: Progress, mode: Mode) -> list[list[str]] | None:
         """Parameters that a probe may score together within the memory that a step may take; None where nothing is limited.
 
@@ -258,9 +250,8 @@ class Controller:
 
     def _in_reach(self, now: Progress, mode: Mode) -> set[str]:
         """The parameters that a probe scores: with a limit on memory or MACs, only those that alone keep it."""
-        windows = self.windows(now, mode)
-        names = (unit.params for unit in self.units) if windows is None else windows
-        return set(chain.from_iterable(names))
+        several = self.windows(now, mode)
+        return {*chain(*([unit.params for unit in self.units] if several is None else several))}
 
     # ------------------------------------------------------------ the closed loop
 
@@ -313,8 +304,9 @@ class Controller:
             if not self.feedback.is_off(asked):
                 return None, note
             selection = self._planned_again(now, mode, self.selection.units)
-        why = self._out_of_reach(asked) if selection is None else None
-        return selection, note if why is None else f"asked {self.feedback.rounds[-1]}: {why}"
+        why = self._out_of_reach(self.selection, asked) if selection is None else None
+        missed = None if why is None else f"asked {self.feedback.rounds[-1]}: {why}"
+        return selection, "; ".join(filter(None, (note, missed))) or None
 
     def _compare(self, now: Progress) -> str | None:
         """Judge steps by the full steps that took turns with them."""
@@ -338,15 +330,13 @@ class Controller:
         self.selection = replace(self.selection, limit=selection.limit, asked=selection.asked)
         return None
 
-    def _out_of_reach(self, asked: float) -> str | None:
-        """Why steps cannot come nearer to what was asked."""
-        if self.selection is None:
-            return None
+    def _out_of_reach(self, selection: Selection, asked: float) -> str | None:
+        """Why steps of the selection in force cannot come nearer to what was asked."""
         if (self.feedback.recent or 0.0) > asked:
             return "the cheapest step there is takes more"
-        if len(self.selection.units) >= sum(value > 0 for value in self.selection.values.values()):
+        if len(selection.units) >= sum(value > 0 for value in selection.values.values()):
             return "everything that is worth training is chosen"
-        return "memory leaves no room for more" if "bytes" in self.selection.limit else None
+        return "memory leaves no room for more" if "bytes" in selection.limit else None
 
     def _smaller(self, now: Progress, mode: Mode) -> Selection | None:
         """A selection that is predicted to take less memory than the one in force, by as much as that took too much."""

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any, ClassVar
 
+from pliant.core.types import Selection
+
 OVER, UNDER = 0.02, 0.10  # of what is aimed at: the band in which nothing is corrected
 MUCH = 0.2  # of what is aimed at: a correction of steps that take more than that beyond it compares them with full steps first
 DWELL = 10  # steps until the first correction of a round; each one doubles it
@@ -44,6 +46,13 @@ class Round:
     predicted_bytes: int = 0
     measured_bytes: int | None = None
     batch: int = 0
+
+    @classmethod
+    def of(cls, selection: Selection, asked: float | None) -> Round:
+        """How a selection that comes into force will run, if at most so many seconds are asked of a step."""
+        found = cls(selection.round, selection.step, asked, selection.cost.seconds, selection.full.seconds)
+        found.asked_bytes, found.predicted_bytes = selection.asked.get("bytes"), selection.cost.bytes
+        return found
 
     @property
     def measured(self) -> float | None:

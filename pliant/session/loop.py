@@ -82,8 +82,6 @@ class Loop:
         self.beginning = Beginning(update.scaler, beside)
         self.energy: EnergyUse | None = None  # where joules are limited
 
-    # ------------------------------------------------------------ where it stands
-
     @property
     def progress(self) -> Progress:
         elapsed, aside = self._shared_time or self.time.now(self.steps, self.controller.feedback.mean)
@@ -198,7 +196,7 @@ class Loop:
             self.controller.frozen = self.flags.frozen
             self.note(text)
             if self.controller.selection is not None and not self.selection.params.isdisjoint(self.flags.frozen):
-                self.controller.ask_again()
+                self.controller.asks_anyway = True
                 if self.flags.frozen.issuperset(self.profile.head):  # the head could not go on alone
                     self.beginning.end()
 
