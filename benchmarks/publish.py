@@ -87,9 +87,9 @@ SECTIONS = (
     ),
     Section(
         "Is a share of the time kept in a short run?",
-        """60 steps, in turn with plain full steps of another process. *Step* is the lower quartile of a run. *Mean of all steps*
-includes measuring, choosing and corrections. A second run finds the profile that the first one has kept. *Kept*: the step is between
-15 % below and 8 % above what was asked, and the mean at most 25 % above, or 10 % in a second run.""",
+        """60 steps, in turn with plain full steps of another process. *Step* is the lower quartile of a run. *Mean of all
+steps* includes measuring, choosing and corrections. A second run finds the profile that the first one has kept. *Kept*: the
+step is between 15 % below and 8 % above what was asked, and the mean at most 25 % above, or 10 % in a second run.""",
         "python benchmarks/turns.py",
         ("turns_x86_cpu",),
     ),
