@@ -759,8 +759,8 @@ def test_forgets() -> None:
 
 def test_of_many_shapes_the_first_are_recorded_and_the_others_run_as_written() -> None:
     """Were the oldest program dropped for each, shapes that come in turn would all be recorded again and again."""
-    model = conv_norm(3, 4).eval().requires_grad_(False)
-    scales = [nn.Parameter(torch.tensor(1.5)) for _ in range(2)]
+    model = conv_norm(3, 4).double().eval().requires_grad_(False)
+    scales = [nn.Parameter(torch.tensor(1.5, dtype=torch.float64)) for _ in range(2)]
     prefix, passes = Prefix(model), list[int]()
 
     def record(forward: Callable[[], torch.Tensor], batch: torch.Tensor, scale: nn.Parameter) -> None:
@@ -776,7 +776,7 @@ def test_of_many_shapes_the_first_are_recorded_and_the_others_run_as_written() -
     for scale in scales:  # another selection has programs of its own
         passes.clear()
         for size in [*range(8, 18)] * 3:
-            batch = torch.randn(2, 3, 8, size)
+            batch = torch.randn(2, 3, 8, size, dtype=torch.float64)
             torch.testing.assert_close(step(batch, scale), (model(batch) * scale).square().mean())
             assert ("prefix" in prefix.reasons) == (size >= 16)
         assert len(passes) == 3 * 10 + 8 and len(prefix._programs) == 8
