@@ -97,7 +97,7 @@ def in_int8(model: nn.Module, prefix: Any, dtype: torch.dtype | None, engine: st
 
 
 def steps(name: str, given: Any) -> int | None:
-    """A number of optimizer steps, if it is known."""
+    """What was given for a number of optimizer steps, None if it is unknown; anything else is an error."""
     if given is not None and not (isinstance(given, Integral) and int(given) > 0):
         raise ValueError(f"{name}={given!r} is not a number of optimizer steps: give a whole number above 0, or None.")
     return None if given is None else int(given)

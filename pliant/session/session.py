@@ -128,7 +128,7 @@ class Session(Readings):
         norms, log_file = Norms(modes, ranks), RunLog(log if ranks.is_first else None)
         parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock, ranks
         self._loop = Loop(model, loss, *parts)
-        self.steps_per_epoch, self.total_steps = lengths
+        self._loop.steps_per_epoch, self._loop.total_steps = lengths
         self._closed: bool = False
         self._close = finalize(self, self._loop.close)  # also where nobody closes it
         self._close.atexit = False

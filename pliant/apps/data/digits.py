@@ -15,7 +15,7 @@ from pliant.apps.models import PIXEL_STATS
 
 
 def means_digits(source: str) -> bool:
-    """Whether a name of data is that of these digits. With a folder of that name beside it, nobody knows."""
+    """Whether a name of data is that of these digits; an error if a file or folder here has that name too."""
     if source == "digits" and os.path.exists(source):
         raise DataError("'digits' names the built-in dataset, and something here has that name too: write ./digits for yours.")
     return source == "digits"
