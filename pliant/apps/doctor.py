@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pliant import __version__
+from pliant.core.errors import first_line
 from pliant.cost.peaks import peaks as measured_peaks
 from pliant.planning import recipes
 from pliant.runtime import energy
@@ -96,7 +97,7 @@ def _step() -> Finding:
         with Session(model, optimizer, lambda m, b: m(b).square().mean(), recipes.head()) as session:
             session.step(batch)
     except Exception as error:  # any error at all is the finding
-        first = str(error).partition("\n")[0]
+        first = first_line(error)
         return Finding("software", "a step", "broken", f"{type(error).__name__}: {first}", "reinstall: pip install -U pliant")
     return Finding("software", "a step", "there", "a small model was trained for one step")
 

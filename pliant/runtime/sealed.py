@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pliant.core.errors import first_line
 from pliant.runtime.files import write_aside
 
 _MARK = b"sha256:"
@@ -50,7 +51,7 @@ def load_archive(path: str | os.PathLike[str]) -> Any:
                 raise ValueError("it holds compressed entries, which PyTorch does not write")
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a file with a forged checksum makes its reader stumble in any way
-        raise ValueError(f"torch cannot read it: {str(error).partition(chr(10))[0]}") from error
+        raise ValueError(f"torch cannot read it: {first_line(error)}") from error
 
 
 def seal_tensors(content: bytes) -> bytes:

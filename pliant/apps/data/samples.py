@@ -19,6 +19,7 @@ from pliant.apps.data.errors import DataError
 from pliant.apps.data.folders import SPLIT_FOLDERS, class_files, tell_ignored
 from pliant.apps.data.inputs import Source
 from pliant.apps.optional import needed
+from pliant.core.errors import first_line
 from pliant.core.types import nearest
 
 LABEL_NAMES = ("label", "labels", "class", "category", "target", "y")
@@ -249,7 +250,7 @@ def saved_dataset(path: str | os.PathLike[str], input_column: str | None = None,
     try:
         held = datasets.load_from_disk(where)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{where!r} cannot be read as a saved dataset: {str(error).partition(chr(10))[0]}") from error
+        raise DataError(f"{where!r} cannot be read as a saved dataset: {first_line(error)}") from error
     parts = dict(held) if isinstance(held, dict) else {"train": held}
     known = {name: part for name, part in parts.items() if name.lower() in SPLIT_FOLDERS}
     if not known:

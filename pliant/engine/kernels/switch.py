@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pliant.core.errors import first_line
 from pliant.engine.kernels import channels_last
 from pliant.engine.kernels.arm import depthwise, pointwise
 from pliant.engine.kernels.arm import processor as arm
@@ -65,7 +66,7 @@ class CustomKernels:
                 with Swapped():
                     ours, its_graph = _passed(model, loss, few)
             except Exception as error:
-                text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                text = f"{type(error).__name__}: {first_line(error)}"
                 return self._fail(f"the forward pass fails with channels-last tensors: {text}")
         if not torch.allclose(ours, value, rtol=_NEAR, atol=_NEAR, equal_nan=True):
             return self._fail("the loss differs with channels-last tensors")
