@@ -104,14 +104,14 @@ def test_seconds_that_no_run_could_begin_with_are_measured_again(cache: Path, mo
     monkeypatch.setattr(kept_profiles, "timed", disturbed)
     policy = replace(recipes.pliant(time=0.5), cost=disturbed)
     found = profile_of(policy=policy)
-    assert asked == [None, 5] and found.base.seconds == 0.0
+    assert asked == [None, 2] and found.base.seconds == 0.0
     assert profile_of(policy=policy).base.seconds == 0.0 and len(asked) == 2  # this one was kept
     slow = replace(found, base=replace(found.base, seconds=10.0))
     slow.save(files(cache)[0])
-    assert profile_of(policy=policy).base.seconds == 0.0 and asked[2:] == [None, 5]
+    assert profile_of(policy=policy).base.seconds == 0.0 and asked[2:] == [None, 2]
     with pytest.raises(BudgetError, match="below the floor"):
         profile_of(policy=replace(policy, budget=Budget(time=1e-9)))
-    assert asked[4:] == [None, 5]
+    assert asked[4:] == [None, 2]
     profile_of(policy=replace(policy, budget=Budget(time=1.0)))
     assert len(asked) == 6, "what was measured for another budget serves again"
 

@@ -38,7 +38,7 @@ from pliant.runtime.files import cache_folder
 from pliant.runtime.optimizer_step import Update
 
 _WAY = 4  # of measuring: another number where `measure.timed` finds other prices or bytes than before
-_SURELY = 5  # repeats of what is measured again
+_SURELY = 2  # repeats of what is measured again
 _MOST = 100  # profiles that are kept: the oldest leave, so that changing batches do not fill a disk
 _NAME = re.compile(r"[0-9a-f]{32}\.json")
 
