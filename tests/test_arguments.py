@@ -52,6 +52,18 @@ def test_swapped_arguments_are_named() -> None:
         Session(model, optimizer, loss, "pliant")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [(torch.ones(2, 3), torch.ones(2)), {"x": 1}, torch.ones(2), "x", 3, [], iter([1])])
+def test_what_is_no_list_of_batches_is_no_probe(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"probe= takes a list of batches, .* Write it like probe=\[batch\]\."):
+        Session(*given(), loss, recipes.full(), probe=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["2 GBs", -3, True, 1.5])
+def test_what_is_no_cache_is_told_by_its_name(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=rf"cache={wrong!r} is not "):
+        Session(*given(), loss, recipes.full(), cache=wrong)
+
+
 INT8 = {
     "another value": ({"prefix": "int4"}, r"prefix='int4' is not known\. Use 'int8', or leave it out\."),
     "a dtype": ({"prefix": torch.int8}, r"prefix=torch\.int8 is not known"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sized
 from numbers import Integral
 from typing import Any
 
@@ -15,6 +15,7 @@ from pliant.engine.prefix import runtimes
 from pliant.engine.prefix.feature_cache import Features
 from pliant.graph.backward import trainable
 from pliant.planning.policy import Policy
+from pliant.runtime.batches import Pieces
 
 _ORDER = "Session(model, optimizer, loss, policy)"
 _LOSS = "def loss(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)"
@@ -70,10 +71,23 @@ def _check_loss(loss: Any) -> None:
 def features(cache: Any) -> Features | None:
     """A feature cache from what stands for one."""
     if isinstance(cache, (str, int)):
-        return Features(cache)
+        try:
+            return Features(cache)
+        except ValueError as error:
+            raise ValueError(str(error).replace("limit=", "cache=", 1)) from None
     if cache is not None and not isinstance(cache, Features):
         raise ValueError(f"cache={cache!r} is not a feature cache: give a limit like '2GB', or Features('2GB', half=True).")
     return cache
+
+
+def pieces(probe: Any) -> Pieces | None:
+    """What units are scored on, if it is a list of batches or like one."""
+    of_tensors = isinstance(probe, tuple) and any(isinstance(one, torch.Tensor) for one in probe)
+    is_one = of_tensors or isinstance(probe, (torch.Tensor, Mapping, str))
+    if probe is None or (not is_one and isinstance(probe, Sized) and isinstance(probe, Iterable) and len(probe)):
+        return probe  # type: ignore[return-value]
+    what = "looks like one batch" if is_one else f"is {repr(probe)[:80]}"
+    raise TypeError(f"probe= takes a list of batches, and what was given {what}. Write it like probe=[batch].")
 
 
 def in_int8(model: nn.Module, prefix: Any, dtype: torch.dtype | None, engine: str) -> bool:

@@ -109,6 +109,7 @@ class Session(Readings):
         arguments.check(model, optimizer, loss, policy)
         lengths = arguments.steps("steps_per_epoch", steps_per_epoch), arguments.steps("total_steps", total_steps)
         features, in_int8 = arguments.features(cache), arguments.in_int8(model, prefix, prefix_dtype, engine)
+        pieces = arguments.pieces(probe)
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
@@ -126,7 +127,7 @@ class Session(Readings):
         self._undo = Undo(model, optimizer) if undo and not ranks.shards else None
         modes = BatchNormModes(model, policy.norm if norm == "auto" else norm)
         norms, log_file = Norms(modes, ranks), RunLog(log if ranks.is_first else None)
-        parts = self._engine, self._controller, norms, self.update, log_file, self._undo, probe, clock, ranks
+        parts = self._engine, self._controller, norms, self.update, log_file, self._undo, pieces, clock, ranks
         self._loop = Loop(model, loss, *parts)
         self._loop.steps_per_epoch, self._loop.total_steps = lengths
         self._closed: bool = False
