@@ -64,6 +64,18 @@ def test_what_is_no_cache_is_told_by_its_name(wrong: Any) -> None:
         Session(*given(), loss, recipes.full(), cache=wrong)
 
 
+@pytest.mark.parametrize("wrong", ["bf16", torch.int8, torch.complex64, 16])
+def test_frozen_layers_have_floating_point_types(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"prefix_dtype=.* is not a floating-point torch\.dtype: give one such as"):
+        Session(*given(), loss, recipes.full(), prefix_dtype=wrong)
+
+
+def test_an_optimizer_that_takes_no_dense_gradients_is_refused() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    with pytest.raises(TypeError, match="SparseAdam takes sparse gradients alone"):
+        Session(model, torch.optim.SparseAdam(model.parameters()), loss, recipes.full())
+
+
 INT8 = {
     "another value": ({"prefix": "int4"}, r"prefix='int4' is not known\. Use 'int8', or leave it out\."),
     "a dtype": ({"prefix": torch.int8}, r"prefix=torch\.int8 is not known"),

@@ -291,6 +291,23 @@ def test_scripted_parts_train_like_others(kind: str, engine: str) -> None:
     session.close()
 
 
+@pytest.mark.parametrize("kind", ["scripted", "traced", "all scripted"])
+def test_costs_of_scripted_parts_do_not_depend_on_passes_before(kind: str) -> None:
+    """TorchScript joins operations after a few passes, and a joined one hides what is in it."""
+    costs = []
+    for passes in (0, 1, 3):
+        model = scripted(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(passes):
+            plain_loss(model, batch()).backward()
+        optimizer.zero_grad()
+        for _ in range(2):
+            with Session(model, optimizer, plain_loss, recipes.pliant(macs=1.0, head_first=0)) as session:
+                session.step(batch())
+                costs.append(session.profile.full.macs)
+    assert len(set(costs)) == 1
+
+
 def test_buffers_of_scripted_parts_are_put_back() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:

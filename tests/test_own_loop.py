@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -100,3 +101,21 @@ def test_a_loss_and_a_backward_of_your_own() -> None:
     assert not value.requires_grad and "inputs" in calls[0] and batch[0].grad is None
     for param, grad in zip(model[-1].parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)
+
+
+@pytest.mark.parametrize("engine", ["plain", "lean", "prefix"])
+@pytest.mark.parametrize("way", ["copied", "pickled"])
+def test_a_copy_made_before_backward_is_a_model_like_any_other(engine: str, way: str) -> None:
+    """It computes what the model did, and can be pickled, then and after the step."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Session(model, optimizer, loss, recipes.head(), engine=engine) as session:
+        for step in range(2):
+            session.before_step(batch_no(step))
+            other = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
+            expected = loss(copy.deepcopy(model).eval(), batch_no(9))
+            loss(model, batch_no(step)).backward()
+            optimizer.step()
+            again = pickle.loads(pickle.dumps(other)).eval()
+            torch.testing.assert_close(loss(again, batch_no(9)), expected)
+            assert session.progress.step == step + 1

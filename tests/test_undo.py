@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from pathlib import Path
 
@@ -166,6 +167,32 @@ def test_without_undo_there_is_no_way_back() -> None:
                 ask()
         assert differences(before, snapshot(model)) == []
         assert copy.deepcopy(session.state_dict())["undo"] is None
+
+
+def test_a_run_that_began_without_copies_has_none_later(tmp_path: Path) -> None:
+    model, loss, batch = ZOO["unused"].make()
+    with Session(model, sgd(model), loss, on_steady_device(recipes.head()), undo=False) as session:
+        session.step(batch)
+        session.save(tmp_path / "run.pt")
+    with Session(model, sgd(model), loss, on_steady_device(recipes.head())) as session:
+        session.load(tmp_path / "run.pt")
+        session.step(batch)
+        for ask in (session.delta, session.rollback):
+            with pytest.raises(RuntimeError, match="begun without them has none after a resume"):
+                ask()
+        session.save(tmp_path / "run.pt")
+
+
+def test_complex_weights_are_told_apart() -> None:
+    model = nn.Linear(2, 2, dtype=torch.cfloat)
+    undo = Undo(model, sgd(model))
+    undo.keep(dict(model.named_parameters()))
+    with torch.no_grad():
+        model.weight[0, 0] = complex(0, math.nan)
+    assert set(undo.changed()) == {"weight"}
+    undo = Undo(model, sgd(model))
+    undo.keep(dict(model.named_parameters()))
+    assert undo.changed() == {}
 
 
 def test_a_delta_is_a_value_that_later_steps_do_not_change() -> None:

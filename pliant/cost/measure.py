@@ -33,6 +33,7 @@ from pliant.runtime import batches
 from pliant.runtime.batches import Around, Loss, Ready
 from pliant.runtime.batchnorm import BatchNormModes, NormRule
 from pliant.runtime.clock import Watch, device_name, undisturbed
+from pliant.runtime.compiled import unjoin_
 from pliant.runtime.energy import Meter
 from pliant.runtime.memory import LiveBytes, StandIns, inference_peak, storage
 from pliant.runtime.optimizer_step import Update
@@ -48,6 +49,7 @@ def read_graph(model: nn.Module, loss: Loss, batch: Any, norm: NormRule = "auto"
     bytes are those that the operating system sees: convolutions on the CPU make copies inside, which are no tensors.
     """
     params, rule = trainable(model), _settled(model, loss, batch, norm)
+    unjoin_(model)
     with sandbox(model):
         BatchNormModes(model, rule).hold_(params, params)
         return read_all(model, loss, batch, kernels)

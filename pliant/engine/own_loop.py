@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakMethod, ref
@@ -60,7 +61,7 @@ class CallersStep:
         forward, after, stepping = WeakMethod(engine.forward), WeakMethod(engine.after), WeakMethod(engine.stepping)
 
         def enter(module: nn.Module, *_: Any) -> None:
-            call = forward() if module is mine() else None  # a copy of the model has these hooks too
+            call = forward() if module is mine() else None  # a shallow copy of the model has these hooks too
             if call is not None:
                 ran.append(True)
                 if before is not None and torch.is_grad_enabled():
@@ -89,8 +90,8 @@ class CallersStep:
         self._handles = [optimizer.register_step_pre_hook(stand_in)]
         if method == "forward" and not engine.mode.prefix:
             self._handles += [
-                model.register_forward_pre_hook(enter, prepend=True),
-                model.register_forward_hook(leave, always_call=True),
+                model.register_forward_pre_hook(_Hook(enter), prepend=True),
+                model.register_forward_hook(_Hook(leave), always_call=True),
             ]
         else:
             standing.callback(_replace_(model, method, _Inside(model, method, engine, before, ran)))
@@ -117,6 +118,30 @@ def _replace_(model: nn.Module, method: str, by: Any) -> Callable[[], None]:
                 object.__setattr__(model, method, had)
 
     return back
+
+
+class _Hook:
+    """A hook on the model. What a copy of the model has in its place does nothing."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, *given: Any) -> None:
+        self._run(*given)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return partial(_do_nothing)
+
+    def __reduce__(self) -> Any:
+        return partial, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def _itself(given: Any) -> Any:
+    return given
 
 
 class _Inside:
@@ -150,5 +175,4 @@ class _Inside:
         return MethodType(getattr(type(model), self._method), memo.get(id(model), model))
 
     def __reduce__(self) -> Any:
-        model = self._model()
-        return MethodType, (getattr(type(model), self._method), model)
+        return (_itself, (self._had,)) if self._had is not None else (getattr, (self._model(), self._method))

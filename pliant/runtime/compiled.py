@@ -39,6 +39,13 @@ def eager() -> Iterator[None]:
                 _stance.__exit__(None, None, None)
 
 
+def unjoin_(model: nn.Module) -> None:
+    """Scripted parts run operation by operation inside `eager`, also those whose operations TorchScript has joined before."""
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule) and module._c._has_method("forward"):
+            module._c._get_method("forward")._debug_flush_compilation_cache()
+
+
 def notices_frozen_parameters() -> bool:
     """Whether PyTorch compiles anew where a parameter was frozen, or is no longer.
 

@@ -33,6 +33,8 @@ def check(model: Any, optimizer: Any, loss: Any, policy: Any) -> None:
     for name, fit in fits.items():
         if not fit:
             raise TypeError(f"{name}={_named(given[name])} is {_wanted(name)} The order is {_ORDER}.")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise TypeError("SparseAdam takes sparse gradients alone, and costs are measured with dense ones: use SGD or Adagrad.")
     _check_loss(loss)
 
 
@@ -108,6 +110,12 @@ def in_int8(model: nn.Module, prefix: Any, dtype: torch.dtype | None, engine: st
     if not runtimes.has_int8():
         raise ImportError("prefix='int8' needs onnxruntime and onnx. Run: pip install 'pliant[ort]'", name="onnxruntime")
     return True
+
+
+def check_dtype(prefix_dtype: Any) -> None:
+    """Refuse what cannot be the type of the frozen layers."""
+    if prefix_dtype is not None and not (isinstance(prefix_dtype, torch.dtype) and prefix_dtype.is_floating_point):
+        raise ValueError(f"prefix_dtype={prefix_dtype!r} is not a floating-point torch.dtype: give one such as torch.bfloat16.")
 
 
 def steps(name: str, given: Any) -> int | None:

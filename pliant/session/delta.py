@@ -115,6 +115,5 @@ def on(device: torch.device, held: Any) -> Any:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.detach(), b) or bool(
-        torch.equal(a.detach().isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
-    )
+    a = a.detach()
+    return torch.equal(a, b) or bool(torch.equal(a.detach().isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))

@@ -134,7 +134,9 @@ def load_into(loop: Loop, state: Mapping[str, Any]) -> None:
     if loop.budget.energy is not None and loop.controller.profile is not None:
         loop.energy = EnergyUse(loop.device, loop.controller.profile.watts)
     loop.laps.load(state["unread"])
-    if loop.undo is not None and state["undo"] is not None:
+    if state["undo"] is None:
+        loop.undo = None  # nobody knows how the run began
+    elif loop.undo is not None:
         loop.undo.load(state["undo"])
     if loop.controller.selection is not None:
         loop.apply_(loop.selection)

@@ -110,6 +110,7 @@ class Session(Readings):
         lengths = arguments.steps("steps_per_epoch", steps_per_epoch), arguments.steps("total_steps", total_steps)
         features, in_int8 = arguments.features(cache), arguments.in_int8(model, prefix, prefix_dtype, engine)
         pieces = arguments.pieces(probe)
+        arguments.check_dtype(prefix_dtype)
         model, ddp = unwrapped(model)
         changes.check_cost_is_known(optimizer, policy.budget)
         ranks = Ranks.of(model, ddp)
@@ -124,10 +125,10 @@ class Session(Readings):
         self._engine = Engine(model, loss, optimizer, self.update, engine, features, prefix_dtype, ranks, in_int8)
         self._engine.settle(policy.budget)
         self._controller = Controller(policy, known, check=not allow_mismatch, correct=correct)
-        self._undo = Undo(model, optimizer) if undo and not ranks.shards else None
+        copies = Undo(model, optimizer) if undo and not ranks.shards else None
         modes = BatchNormModes(model, policy.norm if norm == "auto" else norm)
         norms, log_file = Norms(modes, ranks), RunLog(log if ranks.is_first else None)
-        parts = self._engine, self._controller, norms, self.update, log_file, self._undo, pieces, clock, ranks
+        parts = self._engine, self._controller, norms, self.update, log_file, copies, pieces, clock, ranks
         self._loop = Loop(model, loss, *parts)
         self._loop.steps_per_epoch, self._loop.total_steps = lengths
         self._closed: bool = False
@@ -315,9 +316,12 @@ class Session(Readings):
         changes.forget(self._loop)
 
     def _undoable(self) -> Undo:
-        if self._undo is None:
-            raise RuntimeError("this session keeps no copies for delta and rollback. Open it with undo=True (not with FSDP2).")
-        return self._undo
+        if self._loop.undo is None:
+            raise RuntimeError(
+                "this session keeps no copies for delta and rollback. Open it with undo=True (not with FSDP2). A run that was "
+                "begun without them has none after a resume either."
+            )
+        return self._loop.undo
 
     def close(self) -> None:
         """Restore trainable flags and modes as they were found. Weights stay as trained."""
