@@ -157,6 +157,28 @@ def test_arrays_and_plain_pytorch() -> None:
     assert trained.inputs(["one.npy"]).shape == (1, 3, 8, 8)
 
 
+@pytest.mark.parametrize("change", ["a sample more", "another text", "another label"])
+def test_a_run_knows_the_data_that_it_began_with(change: str) -> None:
+    """Other data would be split anew: samples that were trained on would be validated with."""
+    rows = [("text", "label"), *sentences()]
+    write_table("reviews.csv", rows)
+    train(Options(**QUICK, data="reviews.csv", out="run"))
+    assert run(["evaluate", "run"]).exit_code == 0
+    others = {"another text": [("other words", word) for _, word in rows[1:]], "another label": rows[:0:-1]}
+    write_table("reviews.csv", [rows[0], *others.get(change, [*rows[1:], ("more of it", "good")])])
+    shown = run(["evaluate", "run"])
+    assert shown.exit_code == 2 and "have changed since the run" in text(shown), shown.output
+    shown = run(["train", "--resume", "--out", "run"])
+    assert shown.exit_code == 2 and "are not those that the run in 'run' began with" in text(shown), shown.output
+    write_table("reviews.csv", rows)
+    assert run(["evaluate", "run"]).exit_code == run(["train", "--resume", "--out", "run"]).exit_code == 0
+    held = json.loads(Path("run/run.json").read_text())
+    del held["data"]  # as an earlier version wrote it
+    Path("run/run.json").write_text(json.dumps(held))
+    write_table("reviews.csv", [*rows, ("more of it", "good")])
+    assert run(["evaluate", "run"]).exit_code == 0
+
+
 # ---------------------------------------------------------------- what a run leaves
 
 

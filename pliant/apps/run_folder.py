@@ -72,6 +72,16 @@ class Folder:
 
 def options_of(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The options that the run in a folder began with."""
+    return dict(_held(path)["options"])
+
+
+def data_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fingerprints of the data that the run in a folder began with; nothing where an earlier version began it."""
+    found = _held(path).get("data")
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _held(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Folder(Path(path)).run
     try:
         held = json.loads(file.read_text())
@@ -81,12 +91,13 @@ def options_of(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FolderError(f"{os.fspath(file)!r} cannot be read: {error}") from error
     if not isinstance(held, dict) or held.get("format") != _FORMAT or not isinstance(held.get("options"), dict):
         raise FolderError(f"{os.fspath(file)!r} is not what a run of `pliant train` writes. Give the folder of such a run.")
-    return dict(held["options"])
+    return held
 
 
-def write_options(folder: Folder, options: Mapping[str, Any]) -> None:
-    """The file that `options_of` reads."""
-    write_aside(folder.run, json.dumps({"format": _FORMAT, "pliant": __version__, "options": dict(options)}, indent=2).encode())
+def write_options(folder: Folder, options: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """The file that `options_of` and `data_of` read."""
+    held = {"format": _FORMAT, "pliant": __version__, "options": dict(options), "data": dict(data)}
+    write_aside(folder.run, json.dumps(held, indent=2).encode())
 
 
 def _number(status: os.stat_result) -> tuple[int, int]:
@@ -121,8 +132,11 @@ def locked(path: Path) -> Iterator[Folder]:
 
 
 @contextmanager
-def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bool) -> Iterator[Folder]:
-    """The folder of a run, locked while the run lasts. A folder that holds another run is refused.
+def claimed(
+    path: str | os.PathLike[str], options: Mapping[str, Any], resume: bool, data: Mapping[str, Any]
+) -> Iterator[Folder]:
+    """The folder of a run with these options and fingerprints of its data, locked while the run lasts. A folder that holds
+    another run is refused.
 
     A run that fails before its first checkpoint removes its files.
     """
@@ -138,7 +152,7 @@ def claimed(path: str | os.PathLike[str], options: Mapping[str, Any], resume: bo
             raise FolderError(f"{name!r} is not empty (it holds {others[0]!r}): choose another folder (--out).")
         try:
             if not resume:
-                write_options(folder, options)
+                write_options(folder, options, data)
             yield folder
         except BaseException:
             if not resume and folder.is_there and not folder.state.exists():

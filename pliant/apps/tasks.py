@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,10 @@ class Task:
     def device(self) -> torch.device:
         return self.train.inputs.device
 
+    def fingerprints(self) -> dict[str, list[int]]:
+        """What tells whether later data are the same."""
+        return {"train": fingerprint(self.train), "validation": fingerprint(self.validation)}
+
     def batches(self, size: int, seed: int, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The batches of one epoch. They depend on the seed and the epoch alone."""
         plain = data.batches(self.train, size, seed=seed * 1_000_003 + epoch, epochs=1)
@@ -76,6 +81,12 @@ class Task:
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Cross-entropy of (inputs, labels)."""
         return loss(model, batch, self.class_weights)
+
+
+def fingerprint(split: data.Split) -> list[int]:
+    """How many samples there are, and a checksum of inputs, labels and their order."""
+    sums = split.inputs.contiguous().flatten(1).view(torch.uint8).sum(1, dtype=torch.int64)
+    return [len(split), zlib.crc32(torch.stack([sums, split.labels]).cpu().numpy().tobytes())]
 
 
 def load(

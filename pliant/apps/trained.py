@@ -249,7 +249,13 @@ def _own_validation(trained: Trained, run: str | os.PathLike[str] | None) -> tup
         raise TaskError(f"the data of the run, {options.data!r}, are not here. Give data to evaluate on.")
     inputs, labels, given = _read(trained, options.data, options.reading)
     chosen = completed(labels, len(trained.classes), given, options.validation, options.seed, test=False) == VALIDATION
-    return data.Split(trained.inputs.batch(inputs[chosen]), labels[chosen]), "validation"
+    split = data.Split(trained.inputs.batch(inputs[chosen]), labels[chosen])
+    if run_folder.data_of(folder).get("validation") not in (None, tasks.fingerprint(split)):
+        raise TaskError(
+            f"the data in {options.data!r} have changed since the run, so its validation split is lost: samples of it may have "
+            f"been trained on. Put them back as they were, or give other data to evaluate on."
+        )
+    return split, "validation"
 
 
 def _labelled(trained: Trained, source: str, reading: Reading) -> tuple[data.Split, str]:

@@ -95,7 +95,13 @@ def train(options: Options, on_status: OnStatus | None = None) -> Result:
         )
     tasks.check_names(options.recipe, task.model)
     out = options.out or os.fspath(run_folder.unused(f"{Path(options.data).stem}-{policy.name}"))
-    with run_folder.claimed(out, options.to_json(), options.resume) as folder, other_logs(options, folder) as logs:
+    data = task.fingerprints()
+    if options.resume and run_folder.data_of(out) not in ({}, data):
+        raise TaskError(
+            f"the data in {options.data!r} are not those that the run in {out!r} began with, so it would be another run. Put "
+            f"them back as they were, or start another run."
+        )
+    with run_folder.claimed(out, options.to_json(), options.resume, data) as folder, other_logs(options, folder) as logs:
         listeners = [*([on_status] if on_status is not None else []), *logs]
         exact = options.exact or not _depends_on_the_clock(policy, task.device)
         session = open_session(options, task, policy, exact=exact, log=folder.log)

@@ -214,7 +214,7 @@ class TrainingRun:
             return f"{said} Nothing was trained yet: start it again."
         try:
             with run_folder.locked(run_folder.unused(old.name, old.parent)) as self.folder:
-                run_folder.write_options(self.folder, self.options.to_json())
+                run_folder.write_options(self.folder, self.options.to_json(), self.task.fingerprints())
                 self.write_notes()
                 self.session.log = self.folder.log
                 self.save()
