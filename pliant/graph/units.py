@@ -128,8 +128,8 @@ def channels(
         if not found:
             kind = "" if depthwise else " but depthwise ones"
             raise ValueError(
-                f"nothing is left to choose from: no convolution or linear layer{kind} is among the parameters. Use "
-                f"units.layers()."
+                f"nothing is left to choose from: no convolution or linear layer{kind} is among the parameters, or something "
+                f"else uses their weights too, such as a penalty in the loss. Use units.layers()."
             )
         return tuple(found)
 
