@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import builtins
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from pliant import PliantError
 from pliant.apps.data.errors import DataError
-from pliant.apps.data.images import ImageError, ImageSet, folder, loose, packed
+from pliant.apps.data.images import ImageError, ImageSet, decoded, folder, loose, packed
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -248,3 +249,36 @@ def test_arrays_of_another_shape_or_type_are_told(tmp_path: Path, held: dict[str
     np.savez(tmp_path / "set.npz", **{"label": np.array([0, 1]), "classes": np.array(["a", "b"]), **held})
     with pytest.raises(ImageError, match="not a packed set"):
         packed(tmp_path / "set.npz", 8)
+
+
+def tagged(orientation: int, *more: bytes) -> bytes:
+    """A PNG whose left half is red and whose right half is blue, with this orientation and more EXIF entries."""
+    image = Image.new("RGB", (8, 8), BLUE)
+    image.paste(RED, (0, 0, 4, 8))
+    entries = [struct.pack("<HHIHH", 0x0112, 3, 1, orientation, 0), *more]
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(entries) + bytes(4)
+    out = io.BytesIO()
+    image.save(out, "PNG", exif=exif)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_like_pillow_turns_them(orientation: int) -> None:
+    held = tagged(orientation)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(held)))
+    assert torch.equal(decoded(io.BytesIO(held), "it", 8), torch.from_numpy(np.array(upright)).permute(2, 0, 1))
+
+
+def test_a_damaged_exif_entry_is_no_obstacle() -> None:
+    held = tagged(3, struct.pack("<HHI4s", 0x011A, 2, 4, b"odd"))  # a text, where the resolution belongs
+    assert decoded(io.BytesIO(held), "it", 8)[:, 0, 0].tolist() == list(BLUE)
+
+
+@pytest.mark.parametrize("error", [struct.error("odd"), TypeError("odd"), IndexError("odd"), AssertionError("odd")], ids=repr)
+def test_whatever_pillow_raises_is_an_image_that_cannot_be_read(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("PIL.Image.Image.getexif", fails)
+    with pytest.raises(ImageError, match=r"^it cannot be read: odd\. Replace or remove it"):
+        decoded(io.BytesIO(jpeg(RED)), "it", 8)

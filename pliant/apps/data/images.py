@@ -20,6 +20,7 @@ from torch import Tensor
 from pliant.apps.data.digits import Split
 from pliant.apps.data.errors import DataError
 from pliant.apps.data.folders import TEST, TRAIN, VALIDATION, class_files
+from pliant.core.errors import first_line
 from pliant.runtime.working import told
 
 PixelStats = tuple[float | Sequence[float], float | Sequence[float]]
@@ -35,6 +36,17 @@ _ARRAYS = {
     "split": ("iub", 1),
 }
 _SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
+
+_ORIENTATION = 0x0112  # in EXIF
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
 
 class ImageError(DataError):
@@ -208,7 +220,7 @@ def has_image_suffix(file: str | os.PathLike[str]) -> bool:
 
 def _pillow() -> Any:
     try:
-        import PIL.ImageOps
+        import PIL.Image
     except ImportError as error:
         raise ImportError(
             "images are read with Pillow, which is not installed. Run: pip install 'pliant[images]'", name="PIL"
@@ -221,7 +233,11 @@ def decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
     pillow = _pillow()
     try:
         with _opened(pillow, source) as opened:
-            image = pillow.ImageOps.exif_transpose(opened)
+            opened.load()
+            image, turn = opened, _TURNS.get(opened.getexif().get(_ORIENTATION))
+            # ImageOps.exif_transpose() would also write the other entries anew, and fail if one of them is damaged.
+            if turn is not None:
+                image = image.transpose(pillow.Image.Transpose[turn])
             if image.has_transparency_data:
                 clear = image.convert("RGBA")
                 image = pillow.Image.alpha_composite(pillow.Image.new("RGBA", clear.size, "white"), clear)
@@ -229,14 +245,8 @@ def decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
         if image.size != (size, size):
             # Pillow widens the filter when it shrinks an image.
             image = image.resize((size, size), pillow.Image.Resampling.BILINEAR)
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        pillow.Image.DecompressionBombError,
-        pillow.Image.DecompressionBombWarning,
-    ) as error:
-        raise ImageError(f"{what} cannot be read: {error}. Replace or remove it.") from error
+    except Exception as error:  # of a damaged file, Pillow raises errors of any type
+        raise ImageError(f"{what} cannot be read: {first_line(error)}. Replace or remove it.") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
