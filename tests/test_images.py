@@ -282,3 +282,28 @@ def test_whatever_pillow_raises_is_an_image_that_cannot_be_read(error: Exception
     monkeypatch.setattr("PIL.Image.Image.getexif", fails)
     with pytest.raises(ImageError, match=r"^it cannot be read: odd\. Replace or remove it"):
         decoded(io.BytesIO(jpeg(RED)), "it", 8)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind"),
+    [("png", "<u2"), ("tif", "<u2"), ("tif", ">u2"), ("pgm", "<u2")],
+    ids=["png", "tif", "big-endian tif", "pgm"],
+)
+def test_grey_values_of_16_bits_keep_their_shades(suffix: str, kind: str, tmp_path: Path) -> None:
+    grey = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
+    Image.fromarray(grey.astype(kind) * np.array(257, kind)).save(tmp_path / f"grey.{suffix}")
+    found = decoded(tmp_path / f"grey.{suffix}", "it", 8)
+    assert torch.equal(found, torch.from_numpy(grey).expand(3, 8, 8))
+
+
+def test_a_shade_of_16_bits_may_be_transparent() -> None:
+    out, values = io.BytesIO(), np.array([[30000, 25700]], np.uint16).repeat(2, 0)
+    Image.fromarray(values).save(out, "PNG", transparency=30000)
+    assert decoded(out, "it", 2)[0].tolist() == [[255, 100]] * 2
+
+
+@pytest.mark.parametrize("kind", ["int32", "float32"])
+def test_grey_values_without_a_known_white_are_refused(kind: str, tmp_path: Path) -> None:
+    Image.fromarray(np.full((8, 8), 300, kind)).save(tmp_path / "grey.tif")
+    with pytest.raises(ImageError, match=r"grey\.tif' has .* grey values.*Convert it to 8 bits"):
+        loose(tmp_path, 8)

@@ -155,8 +155,9 @@ def folder(path: str | os.PathLike[str], size: int) -> ImageSet:
     """The images of a folder with one folder per class, or with such folders inside train, val and test.
 
     Classes are sorted by name. Images are turned upright, converted to RGB (transparency becomes white) and resized to
-    `size`×`size`, bilinear with antialiasing. An image that is not square is squeezed, so that nothing is cut off. Files
-    without an image suffix, and names that start with a dot, are skipped.
+    `size`×`size`, bilinear with antialiasing. Grey values of 16 bits become bytes; of 32 bits, they are refused. An image that
+    is not square is squeezed, so that nothing is cut off. Files without an image suffix, and names that start with a dot, are
+    skipped.
     """
     files, names, split = class_files(path, is_image, "image")
     classes = tuple(sorted(set(names)))
@@ -234,7 +235,7 @@ def decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
     try:
         with _opened(pillow, source) as opened:
             opened.load()
-            image, turn = opened, _TURNS.get(opened.getexif().get(_ORIENTATION))
+            image, turn = _of_bytes(pillow, opened, what), _TURNS.get(opened.getexif().get(_ORIENTATION))
             # ImageOps.exif_transpose() would also write the other entries anew, and fail if one of them is damaged.
             if turn is not None:
                 image = image.transpose(pillow.Image.Transpose[turn])
@@ -245,6 +246,8 @@ def decoded(source: Path | BinaryIO, what: str, size: int) -> Tensor:
         if image.size != (size, size):
             # Pillow widens the filter when it shrinks an image.
             image = image.resize((size, size), pillow.Image.Resampling.BILINEAR)
+    except ImageError:
+        raise
     except Exception as error:  # of a damaged file, Pillow raises errors of any type
         raise ImageError(f"{what} cannot be read: {first_line(error)}. Replace or remove it.") from error
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
@@ -255,6 +258,21 @@ def _opened(pillow: Any, source: Path | BinaryIO) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error", pillow.Image.DecompressionBombWarning)
         return pillow.Image.open(source)
+
+
+def _of_bytes(pillow: Any, image: Any, what: str) -> Any:
+    """The image; grey values of 16 bits as bytes, because Pillow would clip them at 255."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):  # mode I: 16 bits, held in 32
+        values = np.asarray(image)
+        grey = np.rint(values / 257).astype(np.uint8)
+        grey[values == image.info.get("transparency", -1)] = 255
+        return pillow.Image.fromarray(grey)
+    if image.mode in ("I", "F"):
+        kind = "floating-point" if image.mode == "F" else "32-bit"
+        raise ImageError(
+            f"{what} has {kind} grey values, and nothing says which of them is white. Convert it to 8 bits, or remove it."
+        )
+    return image
 
 
 def _drawn(bits: np.ndarray[Any, np.dtype[np.uint8]], size: int) -> Tensor:
