@@ -282,6 +282,18 @@ def test_unreadable_files_are_skipped_counted_and_listed() -> None:
     assert "bad.png" in Path("run/skipped.csv").read_text()
 
 
+def test_folders_behind_links_are_classified_too_and_each_folder_once() -> None:
+    write_images("elsewhere", 1)
+    write_images("photos", 1)
+    Path("photos/linked").symlink_to(Path("elsewhere").absolute(), target_is_directory=True)
+    Path("photos/again").symlink_to(Path("photos/dark").absolute(), target_is_directory=True)
+    Path("photos/dark/aside").symlink_to(Path("photos/light").absolute(), target_is_directory=True)
+    Path("photos/dark/up").symlink_to(Path("photos").absolute(), target_is_directory=True)
+    found = samples.unlabelled(["photos"], "images")
+    inside = ["dark/0.png", "light/0.png", "linked/dark/0.png", "linked/light/0.png"]
+    assert found.sources == [Path("photos", file) for file in inside]
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -93,7 +93,7 @@ def unlabelled(paths: Iterable[str | os.PathLike[str]], kind: str, input_column:
         elif kind == "text":
             sources += _lines(path)
         elif path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+            inside = [file for file in _files_below(path) if file.is_file() and not file.name.startswith(".")]
             mine = [file for file in inside if _fits(file, kind)]
             if not mine:
                 raise DataError(f"{os.fspath(path)!r} holds no {_FILES[kind]}. Give files, or a folder of them.")
@@ -104,6 +104,24 @@ def unlabelled(paths: Iterable[str | os.PathLike[str]], kind: str, input_column:
         else:
             sources.append(path)
     return Samples(kind, sources, [str(one) for one in sources])
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """The files of a folder and of those inside it, sorted. Links are followed last, and no folder is read twice."""
+    files: list[Path] = []
+    seen: set[str] = set()
+    left = [os.fspath(folder)]
+    while left:
+        for place, folders, names in os.walk(left.pop(0)):
+            real = os.path.realpath(place)
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            folders.sort()
+            files += [Path(place, name) for name in names]
+            left += [path for name in folders if os.path.islink(path := os.path.join(place, name))]
+    return sorted(files)
 
 
 def _lines(path: Path) -> list[str]:
