@@ -294,6 +294,11 @@ def test_folders_behind_links_are_classified_too_and_each_folder_once() -> None:
     assert found.sources == [Path("photos", file) for file in inside]
 
 
+def test_a_line_ends_where_an_editor_says() -> None:
+    Path("lines.txt").write_bytes("one\ftext\u2028\u0085here\r\n\nanother\rthird".encode())
+    assert samples.unlabelled(["lines.txt"], "text").sources == ["one\ftext\u2028\u0085here", "another", "third"]
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -130,7 +130,7 @@ def _lines(path: Path) -> list[str]:
     if path.is_dir():
         raise DataError(f"{os.fspath(path)!r} is a folder: give a table (.csv, .tsv) or a file with one text per line.")
     try:
-        return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        return [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{os.fspath(path)!r} cannot be read as text (UTF-8): {error}.") from error
 
