@@ -299,6 +299,12 @@ def test_a_line_ends_where_an_editor_says() -> None:
     assert samples.unlabelled(["lines.txt"], "text").sources == ["one\ftext\u2028\u0085here", "another", "third"]
 
 
+def test_names_of_files_in_a_table_may_stand_between_spaces() -> None:
+    write_table("list.csv", [("path", "label"), (" a.png ", "dark"), ("b.png", "light")])
+    found = samples.find("list.csv")
+    assert found.sources == [Path("a.png"), Path("b.png")] and found.names[0] == "the file 'a.png' (row 2 of 'list.csv')"
+
+
 # ---------------------------------------------------------------- what is refused
 
 

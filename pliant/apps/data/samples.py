@@ -188,6 +188,8 @@ def table(
     column = _input_column(header, input_column, others, where)
     values = [row[column] for _, row in lines[1:]]
     kind = _kind_of_values(header[column], values)
+    if kind != "text":
+        values = [value.strip() for value in values]
     sources: list[Source] = list(values) if kind == "text" else [file.parent / value for value in values]
     names = [
         f"row {number} of {where!r}" if kind == "text" else f"the file {value!r} (row {number} of {where!r})"
