@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from pliant import PliantError
 from pliant.apps.data.errors import DataError
 from pliant.apps.data.images import ImageError, ImageSet, decoded, folder, loose, packed
+from pliant.apps.data.prepare import Reading, prepare
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -170,6 +171,44 @@ def test_a_packed_file_that_is_none_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ImageError, match="image 0 of"):
         packed(tmp_path / "set.npz", 8)
+
+
+ODD = {
+    "a split below 0": ({"split": np.array([0, -1])}, "split holds -1"),
+    "a split above 2": ({"split": np.array([0, 256])}, "split holds 256"),
+    "a broken split": ({"split": np.array([0, 0.5])}, r"split holds 0\.5"),
+    "a split that is no number": ({"split": np.array([0, np.nan])}, "split holds nan"),
+    "words": ({"split": np.array(["train", "test"])}, "split holds train.*0 for training"),
+    "digits in words": ({"split": np.array(["0", "1"])}, "split holds 0"),
+    "a split of two dims": ({"split": np.zeros((2, 1), int)}, r"split has shape \(2, 1\) for 2 samples"),
+    "a split of one number": ({"split": np.array(0)}, r"split has shape \(\) for 2 samples"),
+    "a split too short": ({"split": np.array([0])}, r"split has shape \(1,\) for 2 samples"),
+    "a class named twice": ({"classes": np.array(["a", "b", "a"])}, "'a' is in classes more than once"),
+    "no list of classes": ({"classes": np.array("a")}, "classes"),
+    "nothing": (
+        {"x": np.zeros((0, 3)), "y": np.zeros(0, int), "bits": np.zeros((0, 8), np.uint8), "label": np.zeros(0, int)},
+        "holds no",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["arrays", "images"])
+@pytest.mark.parametrize("case", ODD)
+def test_odd_arrays_are_refused_by_name(case: str, kind: str, tmp_path: Path) -> None:
+    held, said = ODD[case]
+    file, two = str(tmp_path / "set.npz"), np.array([0, 1])
+    good = {"x": np.zeros((2, 3)), "y": two} if kind == "arrays" else {"bits": np.zeros((2, 8), np.uint8), "label": two}
+    mine = {name: array for name, array in held.items() if name in {*good, "split", "classes"}}
+    np.savez(file, **{"classes": np.array(["a", "b"]), **good, **mine})
+    with pytest.raises(DataError, match=rf"set\.npz'.*{said}"):
+        prepare(file, Reading(8))
+
+
+@pytest.mark.parametrize("split", [[0, 2], [0.0, 2.0], [False, True]], ids=repr)
+def test_a_split_may_be_of_any_type_of_numbers(split: list[float], tmp_path: Path) -> None:
+    np.savez(tmp_path / "set.npz", x=np.zeros((2, 3)), y=[0, 1], split=split)
+    found = prepare(str(tmp_path / "set.npz"), Reading()).split
+    assert found is not None and found.tolist() == split and found.dtype == torch.uint8
 
 
 def toy(counts: dict[int, int], split: list[int] | None = None) -> ImageSet:

@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,6 @@ _ARRAYS = {
     "bits": ("u", 2),
     "label": ("iub", 1),
     "classes": ("USiu", 1),
-    "split": ("iub", 1),
 }
 _SUFFIXES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 
@@ -207,8 +207,33 @@ def packed(path: str | os.PathLike[str], size: int) -> ImageSet:
             jpeg = io.BytesIO(data[offset[i] : offset[i + 1]].tobytes())
             row.copy_(decoded(jpeg, f"image {i} of {file!r}", size))
     labels = torch.from_numpy(held["label"].astype(np.int64))
-    split = torch.from_numpy(held["split"].astype(np.uint8)) if "split" in held else None
-    return ImageSet(images, labels, tuple(str(name) for name in held["classes"]), split)
+    if not len(labels):
+        raise ImageError(f"{file!r} holds no image. Pack the set again, with images in it.")
+    split = split_of(held["split"], len(labels), file) if "split" in held else None
+    return ImageSet(images, labels, class_names(held["classes"], file), split)
+
+
+def split_of(given: np.ndarray[Any, Any], count: int, file: str) -> Tensor:
+    """The array `split` of a .npz file with `count` samples."""
+    if given.shape != (count,):
+        raise DataError(
+            f"{file!r}: split has shape {given.shape} for {count} samples. Give one number per sample, or no split."
+        )
+    kinds = (TRAIN, VALIDATION, TEST)
+    odd = given[~np.isin(given, kinds)] if given.dtype.kind in "iubf" else given
+    if len(odd):
+        raise DataError(f"{file!r}: split holds {odd[0]}. Use 0 for training, 1 for validation and 2 for testing.")
+    return torch.from_numpy(given.astype(np.uint8))
+
+
+def class_names(given: np.ndarray[Any, Any], file: str) -> tuple[str, ...]:
+    """The array `classes` of a .npz file."""
+    if given.ndim != 1:
+        raise DataError(f"{file!r}: classes has shape {given.shape}. Give a list of names.")
+    names = tuple(str(name) for name in given)
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{file!r}: the class {twice[0]!r} is in classes more than once. Give every class a name of its own.")
+    return names
 
 
 def is_image(file: Path) -> bool:

@@ -165,17 +165,17 @@ def _arrays(source: str) -> Prepared:
         raise DataError(f"{source!r} is not a whole .npz file of numbers: {error}. Copy it again.") from error
     if x.dim() < 2 or len(x) != len(labels) or held["y"].ndim != 1:
         raise DataError(f"{source!r}: x has shape {tuple(x.shape)} and y {held['y'].shape}. Give one label per sample.")
+    if not len(x):
+        raise DataError(f"{source!r} holds no sample. Give at least one.")
     if not bool(x.isfinite().all()):
         raise DataError(f"{source!r}: x holds numbers that are not finite. Replace them, or remove those samples.")
     classes = sorted_names(labels)
     number = {name: label for label, name in enumerate(classes)}
     numbers = torch.tensor([number[one] for one in labels])
     if "classes" in held:
-        given = tuple(str(one) for one in held["classes"])
+        given = images.class_names(held["classes"], source)
         if not all(name.isdecimal() and int(name) < len(given) for name in classes):
             raise DataError(f"{source!r}: with classes, a label in y is the position of its class, from 0 to {len(given) - 1}.")
         classes, numbers = given, torch.tensor([int(one) for one in labels])
-    split = torch.from_numpy(held["split"].astype(np.uint8)) if "split" in held else None
-    if split is not None and len(split) != len(x):
-        raise DataError(f"{source!r}: split has {len(split)} entries for {len(x)} samples.")
+    split = images.split_of(held["split"], len(x), source) if "split" in held else None
     return Prepared(x, numbers, classes, split, ArrayInputs(tuple(x.shape[1:])))
