@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,29 @@ def test_pliant_adapt_on_plain_folders(tmp_path: Path, net: str) -> None:
     for wrong in ("fast", "-1", "nan"):
         shown = command.run(["adapt", "--support", str(support), *fixed, "--lr", wrong])
         assert shown.exit_code == 2 and "--lr" in command.text(shown) and wrong in command.text(shown)
+
+
+def test_pliant_adapt_learns_from_no_test_image_and_classifies_those_of_the_query(
+    tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, seen = tmp_path / "both", []
+    for split, each in (("train", 2), ("val", 1), ("test", 4)):
+        written(both / split, bars(3, each))
+    options = ["--backbone", net, "--size", "32", "--steps", "0", "--batch", "3"]
+
+    def noted(net: Any, support: ImageSet, **given: Any) -> Any:
+        seen.append((len(support), len(given["query"])))
+        return adapt(net, support, **given)
+
+    monkeypatch.setattr("pliant.apps.fewshot.adapt", noted)
+    for query in (both, both / "val"):
+        shown = command.run(["adapt", "--support", str(both), "--query", str(query), *options])
+        assert shown.exit_code == 0, shown.output
+    assert seen == [(9, 12), (9, 3)]
+    for split in ("train", "val"):
+        shutil.rmtree(both / split)
+    shown = command.run(["adapt", "--support", str(both), *options])
+    assert shown.exit_code == 1 and "test images only" in command.text(shown)
 
 
 def test_pliant_adapt_with_a_cache_takes_the_same_steps(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:

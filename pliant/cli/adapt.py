@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pliant.apps import fewshot, models, tasks
 from pliant.apps.data import images
+from pliant.apps.data.folders import TEST
 from pliant.apps.data.images import ImageError, ImageSet
 from pliant.apps.fewshot import Adapted
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors, load_model, naming
@@ -76,7 +77,7 @@ def adapt(
         check_exists("--support", support)
         net = load_model("--backbone", backbone, pretrained=backbone in models.BUILT_IN).to(where)
         with working(Console(stderr=True)):
-            learned = images.load(support, size)
+            learned = _outside_test(images.load(support, size), support)
             _check(learned)
             unknown, truth, names = _query(query, size, learned) if query is not None else (None, None, [])
         scale = fewshot.scale_of(backbone) if backbone.endswith(".safetensors") else fewshot.SCALE
@@ -109,6 +110,23 @@ def adapt(
             console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _outside_test(support: ImageSet, path: Path) -> ImageSet:
+    """The images to learn from: those of a test split are none of them."""
+    if support.split is None:
+        return support
+    kept = support.select(support.split != TEST)
+    if not len(kept):
+        raise ImageError(f"--support: {str(path)!r} has test images only. Give images to learn from.")
+    return kept
+
+
+def _test_part(query: ImageSet) -> ImageSet:
+    """The images of the test split, or all of them where there is none."""
+    if query.split is None or not bool((query.split == TEST).any()):
+        return query
+    return query.select(query.split == TEST)
+
+
 def _check(support: ImageSet) -> None:
     """Every class needs two images: one alone does not show how its class varies."""
     single = [name for label, name in enumerate(support.classes) if int((support.labels == label).sum()) == 1]
@@ -130,7 +148,7 @@ def _query(path: Path, size: int, support: ImageSet) -> tuple[ImageSet, Tensor |
             f"--query: {str(path)!r} holds no image, nor folders of images. Give images to classify, or a folder of images "
             f"for each class."
         )
-    found = images.load(path, size)
+    found = _test_part(images.load(path, size))
     unknown, known = sorted(set(found.classes) - set(support.classes)), _some(support.classes)
     if len(unknown) == len(found.classes):
         raise ImageError(
