@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import string
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from instances import laws
 
 from pliant import PliantError
-from pliant.apps import compare
+from pliant.apps import compare, run_folder
 from pliant.apps.compare import Cell, CellResult, cells, front, summary
 from pliant.apps.train import Options
 from pliant.cost.peaks import Peaks
@@ -53,6 +54,24 @@ def test_every_recipe_runs_with_the_budgets_that_it_keeps() -> None:
         "pliant-memory-9MB-seed1",
     ]
     assert len({cell.name for cell in made}) == len(made) == 8
+
+
+def test_recipes_that_differ_in_a_special_character_have_folders_of_their_own() -> None:
+    recipes = ["only:1*.weight", "only:1?.weight", "only:1-.weight"]
+    names = [cell.name for cell in cells([*recipes, "elastic_layers", "last"], [("time", "0.5"), ("time", "5ms")], [0])]
+    assert len(set(names)) == len(names) == 7 and all(
+        set(name) <= {*string.ascii_letters, *string.digits, *"-_."} for name in names
+    )
+    assert names[3] == "elastic_layers-time-0.5-seed0"  # an ordinary name stays as it is
+
+
+def test_a_run_that_began_with_other_options_is_not_resumed(place: Path) -> None:
+    last = cells(["last"], [("time", "0.5")], [0])
+    run_folder.write_options(
+        run_folder.Folder(place / "out/runs" / last[0].name), replace(BASE, recipe="full").resolved().to_json()
+    )
+    with pytest.raises(PliantError, match="another comparison: recipe is 'full' there and 'last' here"):
+        compare.compare(BASE, last, "out")
 
 
 @pytest.mark.parametrize(

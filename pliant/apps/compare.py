@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,9 +39,15 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A file name: other characters than letters, digits, dots and underscores become dashes."""
-        words = "-".join(filter(None, (self.recipe, self.kind, self.amount, f"seed{self.seed}")))
-        return "".join(c if c.isalnum() or c in "._" else "-" for c in words)
+        """A file name: other characters than letters, digits, dots, dashes and underscores become dashes.
+
+        A short hash then tells what differs in them alone.
+        """
+        words = "-".join(filter(None, (self.recipe, self.kind, self.amount)))
+        safe = "".join(c if c.isalnum() or c in "._-" else "-" for c in words)
+        if safe != words:
+            safe += f"-{sha256(repr((self.recipe, self.kind, self.amount)).encode()).hexdigest()[:8]}"
+        return f"{safe}-seed{self.seed}"
 
     @property
     def budget(self) -> str:
@@ -151,6 +158,8 @@ def compare(
         for row in [row for cell in cells if (row := _finished(place, cell, base)) is not None]:
             add(row)
         left = [cell for cell in cells if cell not in rows]
+        for cell in left:
+            _check_begun(place, cell, base)
         if left:
             _prepare(base, threads)
         pool, running = ThreadPoolExecutor(jobs), _Running(threads)
@@ -197,13 +206,27 @@ def _finished(place: Path, cell: Cell, base: Options) -> CellResult | None:
         was, result = dict(held["options"]), held["result"]
     except (ValueError, KeyError, TypeError) as error:
         raise TaskError(f"{os.fspath(file)!r} is not what a comparison writes. Remove it to run that cell again.") from error
-    for name, now in asdict(_options(base, cell, place)).items():
-        if name != "out" and was.get(name) != now:
-            raise TaskError(
-                f"{os.fspath(place)!r} holds another comparison: {name} is {was.get(name)!r} there and {now!r} here. Choose "
-                f"another folder (--out)."
-            )
+    _check_same(place, was, asdict(_options(base, cell, place)), but=("out",))
     return CellResult(cell, result) if result is not None else None
+
+
+def _check_begun(place: Path, cell: Cell, base: Options) -> None:
+    """Refuse to resume a cell whose run began with other options."""
+    options = _options(base, cell, place)
+    if run_folder.Folder(Path(options.out or "")).run.exists():
+        may_change = [field.name for field in fields(options) if field.metadata["may_change"]]
+        _check_same(
+            place, asdict(Options()) | run_folder.options_of(options.out or ""), asdict(options.resolved()), but=may_change
+        )
+
+
+def _check_same(place: Path, was: Mapping[str, Any], now: Mapping[str, Any], but: Sequence[str]) -> None:
+    for name in now:
+        if name not in but and was.get(name) != now[name]:
+            raise TaskError(
+                f"{os.fspath(place)!r} holds another comparison: {name} is {was.get(name)!r} there and {now[name]!r} here. "
+                f"Choose another folder (--out)."
+            )
 
 
 class _Running:
