@@ -369,8 +369,10 @@ def test_what_training_made_worse_is_rolled_back() -> None:
 def test_a_loss_that_is_no_number_is_worse_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
     judged = iter([(0.25, 1.4), (0.9, float("nan")), (0.9, float("inf")), (0.9, float("nan"))])
     monkeypatch.setattr("pliant.apps.train.run.tasks.judge", lambda model, split: next(judged))
-    result = train(Options(**TINY, recipe="full", out="run"))
+    said: list[str] = []
+    result = train(Options(**TINY, recipe="full", out="run"), lambda status: said.append(status.news))
     assert result.rolled_back and result.best.step == 0 and result.accuracy == 0.25
+    assert "the loss is nan, not a finite number. Use a lower --lr than" in said[-1] and "25.0%" not in said[-1]
     assert [one["loss"] for one in json.loads(json.dumps(result.to_json(), allow_nan=False))["evaluations"]] == [
         1.4,
         None,

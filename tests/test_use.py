@@ -29,6 +29,7 @@ from pliant.apps.data.errors import DataError
 from pliant.apps.data.inputs import ArrayInputs, AudioInputs, ImageInputs, TextInputs
 from pliant.apps.data.prepare import Reading, prepare
 from pliant.apps.data.text import word_ids
+from pliant.apps.device import TRAIN
 from pliant.apps.models.small import BUCKETS
 from pliant.apps.optional import needed
 from pliant.apps.tasks import TaskError
@@ -37,6 +38,8 @@ from pliant.apps.train.outcome import Outcome, confusion, too_short
 from pliant.cli.export import TARGETS
 from pliant.cost.peaks import Peaks
 from pliant.export import checked, program
+from pliant.export.device import process as device
+from pliant.export.device.facts import PROGRAM
 from pliant.session import run_log
 
 RATE = 4000
@@ -403,6 +406,9 @@ def test_bad_input_of_the_other_commands(words: str) -> None:
         (["predict", words, "--text", "  ", "--format", "csv", "--out", "old.csv"], 1, "is empty"),
         (["export", words, "--to", "onyx"], 2, "Did you mean 'onnx'?"),
         (["export", "photos"], 2, "best.safetensors"),
+        (["run-device", "empty", "--lr", "nan"], 2, "--lr"),
+        (["run-device", "empty", "--lr", "inf"], 2, "--lr inf: the learning rate must be a finite number"),
+        (["run-device", "empty", "--seed", "-1"], 2, "--seed"),
     ]
     for arguments, code, said in cases:
         shown = run(arguments)
@@ -412,6 +418,22 @@ def test_bad_input_of_the_other_commands(words: str) -> None:
     weights = Path(words, "best.safetensors")
     weights.write_bytes(weights.read_bytes()[:-7])
     assert run(["predict", words, "--text", "a"]).exit_code == 1
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = device.Trained((1.0, math.inf), None, 0.5, math.nan, 1, None, None)
+    monkeypatch.setattr("pliant.cli.run_device.run_device", lambda job: trained)
+    monkeypatch.setattr(tasks, "outputs", lambda model, batch: torch.full((len(batch), 2), math.nan))
+    Path("program").mkdir()
+    for name in (PROGRAM, TRAIN):
+        Path("program", name).touch()
+
+    def read(*arguments: str) -> Any:
+        return json.loads(run(arguments).stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    assert read("evaluate", words, "--json")["loss"] is None
+    assert read("predict", words, "--text", "a", "--format", "json")["predictions"][0]["classes"][0]["probability"] is None
+    assert read("run-device", "program", "--json")["losses"] == [1.0, None]
 
 
 def test_files_that_describe_impossible_inputs_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from pliant.apps.data.images import ImageError, ImageSet
 from pliant.apps.fewshot import Adapted
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors, load_model, naming
 from pliant.cli.progress import bar, working
+from pliant.core.json_text import json_text
 from pliant.planning import recipes
 from pliant.runtime.files import write_aside
 
@@ -103,7 +103,7 @@ def adapt(
             write_aside(out, models.weights_of(net, {"scale": repr(float(done.model.scale))}))
         found = _to_json(done, truth, names)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json_text(found, indent=2))
     else:
         _print(console, found)
         if out is not None:

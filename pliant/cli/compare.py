@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from time import monotonic
 from typing import Annotated
@@ -18,6 +17,7 @@ from pliant.apps.train import Options
 from pliant.cli.app import app, check_data, exit_on_errors
 from pliant.cli.options import Given, train_options
 from pliant.cli.progress import duration
+from pliant.core.json_text import json_text
 from pliant.runtime import energy
 
 
@@ -76,7 +76,7 @@ def compare(
             base, cells, out, jobs=jobs or (2 if spare else 1), threads=threads, reference=reference, on_row=show
         )
     if as_json:
-        typer.echo(json.dumps(found.to_json()))
+        typer.echo(json_text(found.to_json()))
     else:
         _print(console, found, base.device)
 

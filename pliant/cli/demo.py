@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from pliant.apps.demo import run
 from pliant.cli.app import app, exit_on_errors
+from pliant.core.json_text import json_text
 from pliant.runtime.files import write_aside
 
 
@@ -31,4 +31,4 @@ def demo(
     with exit_on_errors(stopped="stopped: nothing was written."):
         outcomes = run(console, time_share=time, steps=steps, batch=batch, size=size, seed=seed)
         if out is not None:
-            write_aside(out, json.dumps([o.to_json() for o in outcomes], indent=2).encode())
+            write_aside(out, json_text([o.to_json() for o in outcomes], indent=2).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from rich.text import Text
 from pliant.apps.doctor import examine
 from pliant.cli.app import app, exit_on_errors
 from pliant.cli.progress import working
+from pliant.core.json_text import json_text
 
 _MARKS = {"there": "✓", "missing": "–", "broken": "✗"}
 
@@ -31,7 +31,7 @@ def doctor(
     with exit_on_errors(), working(Console(stderr=True)):
         found = examine(peaks)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        typer.echo(json_text(found.to_json(), indent=2))
         raise typer.Exit(0 if found.can_run else 1)
     topic = ""
     for one in found.findings:

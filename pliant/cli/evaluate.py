@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from pliant.apps.trained import Evaluated
 from pliant.cli.app import app, check_exists, exit_on_errors
 from pliant.cli.options import Device, Factory, InputColumn, RunArgument, SkipUnreadable, Weights
 from pliant.cli.progress import working
+from pliant.core.json_text import json_text
 from pliant.core.text import plain
 from pliant.runtime.working import note
 from pliant.session import run_log
@@ -60,7 +60,7 @@ def evaluate(
         found = using.evaluate(trained, data, run, reading=reading, weights=named)
         _log(run, found, int(trained.about.get("step", 0)))
     if as_json:
-        typer.echo(json.dumps({"format": "pliant.evaluation/1", **found.to_json()}, indent=2))
+        typer.echo(json_text({"format": "pliant.evaluation/1", **found.to_json()}, indent=2))
     else:
         _print(Console(soft_wrap=True), found)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -17,6 +16,7 @@ from pliant.apps.train import Options, load_task, open_session
 from pliant.cli.app import app, check_data, exit_on_errors
 from pliant.cli.options import Given, train_options
 from pliant.cli.progress import working
+from pliant.core.json_text import json_text
 
 
 @app.command()
@@ -49,7 +49,7 @@ def plan(
                 session.before_step(next(task.batches(options.batch, options.seed, 0)))
                 found = explained(session)
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json_text(found, indent=2))
         return
     console.print(heading(found), markup=False, highlight=False, soft_wrap=True)
     console.print(table(found))

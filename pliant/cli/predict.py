@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -22,6 +21,7 @@ from pliant.apps.trained import Prediction
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors
 from pliant.cli.options import Device, Factory, InputColumn, RunArgument, SkipUnreadable, Weights
 from pliant.cli.progress import working
+from pliant.core.json_text import json_text
 from pliant.core.text import plain
 from pliant.runtime.files import write_aside
 from pliant.runtime.working import note
@@ -111,7 +111,7 @@ def _json(rows: Sequence[Prediction], skipped: Sequence[Skipped]) -> str:
         {"input": row.name, "classes": [{"class": name, "probability": share} for name, share in row.classes]} for row in rows
     ]
     held = {"format": "pliant.predictions/1", "predictions": listed, "skipped": [each._asdict() for each in skipped]}
-    return json.dumps(held, indent=2) + "\n"
+    return json_text(held, indent=2) + "\n"
 
 
 def _plain(rows: Sequence[Prediction], skipped: Sequence[Skipped]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from pliant.apps.layer_report import layer_report
 from pliant.cli.app import UsageError, app, exit_on_errors, load_model
 from pliant.cli.progress import working
 from pliant.core import text
+from pliant.core.json_text import json_text
 from pliant.cost import kept_profiles, roofline
 from pliant.runtime.files import write_aside
 
@@ -65,7 +65,7 @@ def profile(
         if svg is not None:
             write_aside(svg, roofline.svg_plot(found.rows, found.peaks, model).encode())
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        typer.echo(json_text(found.to_json(), indent=2))
         return
     console.print(found.table())
     console.print()
@@ -78,7 +78,7 @@ def _show_kept(console: Console, found: list[kept_profiles.Kept] | None, removed
     """The profiles that were found, and how many were removed."""
     if as_json:
         listed = {} if found is None else {"profiles": [one.to_json() for one in found]}
-        typer.echo(json.dumps({**listed, **({} if removed is None else {"removed": removed})}, indent=2))
+        typer.echo(json_text({**listed, **({} if removed is None else {"removed": removed})}, indent=2))
         return
     for one in found or ():
         console.print(_line(one), markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from rich.console import Console
 from pliant.apps.device import TEST, TRAIN
 from pliant.cli.app import UsageError, app, check_exists, exit_on_errors
 from pliant.cli.progress import working
+from pliant.core.json_text import json_text
 from pliant.export.device.facts import INDEX, PROGRAM
 from pliant.export.device.process import Job, run_device
 
@@ -28,7 +30,7 @@ def run(
     test: Annotated[Path | None, typer.Option(help="Samples to evaluate on (.npz).", show_default=TEST)] = None,
     steps: Annotated[int, typer.Option(min=0, help="Steps to take.")] = 40,
     lr: Annotated[float | None, typer.Option(min=0, help="Learning rate.", show_default="that of the export")] = None,
-    seed: Annotated[int, typer.Option(help="Of the order of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the samples.")] = 0,
     start: Annotated[Path | None, typer.Option(help="A delta to go on from.", show_default=False)] = None,
     out: Annotated[Path | None, typer.Option(help="The delta to write.", show_default="delta.safetensors beside it")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -44,6 +46,8 @@ def run(
     """
     with exit_on_errors(ValueError), working(Console(stderr=True)):
         check_exists("PROGRAM", folder)
+        if lr is not None and not math.isfinite(lr):
+            raise UsageError(f"--lr {lr}: the learning rate must be a finite number.")
         if not (folder / PROGRAM).exists():
             index = folder / INDEX
             names = sorted(json.loads(index.read_text())["programs"]) if index.exists() else []
@@ -58,7 +62,7 @@ def run(
         job = Job(str(folder), str(given), steps=steps, lr=lr, seed=seed, out=str(delta), **given_paths)  # type: ignore[arg-type]
         done = run_device(job)
     if as_json:
-        typer.echo(json.dumps({**asdict(done), "delta": str(delta)}, indent=1))
+        typer.echo(json_text({**asdict(done), "delta": str(delta)}, indent=1))
         return
     if done.losses:
         typer.echo(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from pliant.cli.app import UsageError, app, check_data, exit_on_errors
 from pliant.cli.live import shown
 from pliant.cli.options import Given, train_options
 from pliant.core import text
+from pliant.core.json_text import json_text
 
 
 @app.command()
@@ -40,7 +40,7 @@ def train(
         with shown(console) as show:
             result = training.train(options, None if as_json else show)
     if as_json:
-        typer.echo(json.dumps(result.to_json()))
+        typer.echo(json_text(result.to_json()))
     else:
         _print(console, result)
 

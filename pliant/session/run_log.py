@@ -15,6 +15,7 @@ import torch
 from pliant import __version__
 from pliant.core import text
 from pliant.core.budget import RESOURCES, Progress
+from pliant.core.json_text import json_text
 from pliant.core.mode import Mode
 from pliant.core.types import Selection, Unit
 from pliant.cost.profile import Profile
@@ -190,7 +191,7 @@ def _split(profile: Profile, units: Sequence[Unit]) -> dict[str, Any]:
 
 def append(path: str | os.PathLike[str], lines: Iterable[Mapping[str, Any]], *, make_folder: bool = True) -> None:
     """Add lines in one write, after cutting off what an interrupted write left behind."""
-    content = "".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in lines).encode()
+    content = "".join(json_text(line) + "\n" for line in lines).encode()
     if not content:
         return
     if make_folder:
@@ -221,14 +222,3 @@ def read(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 yield json.loads(line.decode("utf-8", "replace"))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{os.fspath(path)!r}, line {number}: not a line of a run log ({error}).") from error
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

@@ -253,6 +253,9 @@ class TrainingRun:
                 self.write_weights(self.folder.last)
         if worse:
             why = f"training made it worse: {first.accuracy:.1%} before, {last.accuracy:.1%} after"
+            if not _finite(last):
+                lower = f"Use a lower --lr than {self.options.lr:g}"
+                why = f"training diverged: the loss is {last.loss}, not a finite number. {lower}"
             done = "the last weights are those of the start again (--keep-anyway keeps them)" if roll_back else "kept anyway"
             best = f"; best.safetensors, of step {self.best.step}, has {self.best.accuracy:.1%}" if self.best.step else ""
             self.report_status(None, f"{why}: {done}{best}")
