@@ -112,6 +112,12 @@ def test_a_device_that_is_not_there_is_told(device: str, monkeypatch: pytest.Mon
         loaded(device=device)
 
 
+@pytest.mark.parametrize("device", ["meta", "vulkan", "fpga"])
+def test_a_device_that_torch_only_knows_by_name_is_told(device: str) -> None:
+    with pytest.raises(PliantError, match=f"device='{device}' cannot be used here: "):
+        loaded(device=device)
+
+
 # ---------------------------------------------------------------- models by name
 
 

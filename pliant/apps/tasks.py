@@ -204,6 +204,11 @@ def device_of(asked: str) -> torch.device:
         raise TaskError(f"device={asked!r} is not a device: give cpu, cuda, cuda:1 or auto.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise TaskError(f"device={asked!r}: torch finds no CUDA device here. Run `pliant doctor` to see what it finds.")
+    try:
+        (torch.empty(1, device=device) + 1).cpu()  # torch knows names of backends that are not here, and of one without numbers
+    except (RuntimeError, AssertionError, ImportError) as error:
+        why = first_line(error).partition(". ")[0].rstrip(".!")
+        raise TaskError(f"device={asked!r} cannot be used here: {why}. Give cpu, cuda, cuda:1 or auto.") from error
     return device
 
 
