@@ -35,6 +35,7 @@ from pliant.apps.optional import needed
 from pliant.apps.tasks import TaskError
 from pliant.apps.train import Options, Status, train
 from pliant.apps.train.outcome import Outcome, confusion, too_short
+from pliant.apps.train.readme import readme
 from pliant.cli.export import TARGETS
 from pliant.cost.peaks import Peaks
 from pliant.export import checked, program
@@ -202,6 +203,16 @@ def test_the_weight_file_says_everything_that_inference_needs(words: str) -> Non
     assert again.predict(["a lovely film"], top=2)[0][0][0] in ("bad", "good")
     read = Path(words, "README.md").read_text()
     assert f"pliant predict {words} new.csv" in read and f"pliant.load({words!r})" in read and "Validation accuracy" in read
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [("at:noon/best.safetensors", ""), ("timm:resnet18", ""), ("mine:net", "mine:net"), ("mine:net@a.safetensors", "mine:net")],
+)
+def test_the_commands_of_a_readme_name_the_model_only_if_it_is_code(model: str, given: str) -> None:
+    read = readme(Options(model=model), "run", ("a", "b"), ImageInputs(8), None)
+    assert (f"pliant evaluate run --model {given} " if given else "pliant evaluate run  ") in read
+    assert (f"pliant.load('run', model='{given}')" if given else "pliant.load('run')") in read
 
 
 def test_a_model_of_a_factory_is_given_and_never_chosen_by_the_file() -> None:

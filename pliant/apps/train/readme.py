@@ -6,6 +6,7 @@ import os
 import shlex
 
 from pliant import __version__
+from pliant.apps import models
 from pliant.apps.data.inputs import Inputs
 from pliant.apps.train.options import Options, Result
 from pliant.core.text import in_markdown
@@ -19,7 +20,7 @@ def readme(
 ) -> str:
     """The text of the file; without a result the run is not finished."""
     run = shlex.quote(os.fspath(path))
-    code = options.model.partition("@")[0] if ":" in options.model and not options.model.startswith(_PACKAGES) else ""
+    code = options.model.partition("@")[0] if models.is_code(options.model) else ""
     also = f" --model {code}" if code else ""
     given = f", model={code!r}" if code else ""
     kind = inputs.kind
@@ -70,6 +71,3 @@ def readme(
     if options.skip_unreadable:
         lines.append("| `skipped.csv` | the samples that could not be read, and why |")
     return "\n".join([*lines, ""])
-
-
-_PACKAGES = ("timm:", "torchvision:", "hf:")
