@@ -593,6 +593,33 @@ def test_what_a_terminal_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
     assert "step 21/21 ? epoch 3/3" in file.buffer.getvalue().decode("ascii")
 
 
+@pytest.mark.parametrize("words", [["--version"], ["train", *FLAGS, "--recipe", "head", "--out", "run"]])
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.ENOSPC, "pliant: the standard output cannot be written: "), (errno.EPIPE, "")]
+)
+def test_where_the_output_cannot_be_written_the_error_is_one_line(
+    words: list[str], number: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(number, os.strerror(number))
+
+        def fileno(self) -> int:
+            return null
+
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "argv", ["pliant", *words])
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stderr", errors)
+    with open(os.devnull, "wb") as file:
+        null = file.fileno()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code == 1
+    assert errors.getvalue().startswith(said) and len(errors.getvalue().splitlines()) == bool(said)
+    assert "run" not in errors.getvalue()
+
+
 def test_tensorboard_is_written_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[str, int]] = []
 
