@@ -470,6 +470,12 @@ def test_the_command_writes_pages_and_markdown_and_prints_text(folder: Path, tmp
     assert shown.exit_code == 1 and "all.html" in "".join(shown.output.split("\n"))
 
 
+def test_a_name_that_is_not_utf8_is_shown_with_a_mark(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "markdown", lambda runs: "caf\udce9")
+    shown = command.run(["report", str(folder), "--format", "md", "--out", str(tmp_path / "report.md")])
+    assert shown.exit_code == 0 and (tmp_path / "report.md").read_text(encoding="utf-8") == "caf?"
+
+
 # ---------------------------------------------------------------- notebooks
 
 

@@ -30,6 +30,7 @@ from pliant import BudgetError, PliantError, Session, cli, recipes, roofline, sc
 from pliant.apps import models, report
 from pliant.apps import run_folder as folder
 from pliant.apps import tasks as task
+from pliant.apps.data.errors import Skipped
 from pliant.apps.train import Options, Status, open_session, train
 from pliant.cli import live
 from pliant.core.types import Part, Unit
@@ -722,3 +723,13 @@ def test_class_names_may_hold_any_character(monkeypatch: pytest.MonkeyPatch) -> 
     train(Options(**{**TINY, "epochs": 1}, recipe="head", out="run"))
     with safe_open("run/best.safetensors", "pt") as file:
         assert tuple(json.loads(file.metadata()["names"])) == odd
+
+
+def test_names_of_files_may_be_any_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, name = task.load, "caf\udce9.png"
+    skipped = (Skipped(name, "is no image"),)
+    monkeypatch.setattr("pliant.apps.train.tasks.load", lambda *a, **k: replace(real(*a, **k), skipped=skipped))
+    monkeypatch.setattr("pliant.apps.train.run.readme", lambda *_: name)
+    train(Options(**{**TINY, "epochs": 1}, recipe="head", skip_unreadable=True, out="run"))
+    assert b"caf\xe9.png,is no image" in Path("run/skipped.csv").read_bytes()
+    assert Path("run/README.md").read_text(encoding="utf-8") == "caf?.png"

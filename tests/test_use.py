@@ -431,6 +431,13 @@ def test_bad_input_of_the_other_commands(words: str) -> None:
     assert run(["predict", words, "--text", "a"]).exit_code == 1
 
 
+def test_predictions_keep_names_that_are_not_utf8(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [using.Prediction("caf\udce9.txt", (("good", 0.5),))]
+    monkeypatch.setattr(using, "predictions", lambda *_: rows)
+    shown = run(["predict", words, "--text", "a", "--format", "csv", "--out", "out.csv"])
+    assert shown.exit_code == 0 and Path("out.csv").read_bytes().splitlines()[1] == b"caf\xe9.txt,good,0.5000", shown.output
+
+
 def test_numbers_that_are_not_finite_are_null_in_json(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = device.Trained((1.0, math.inf), None, 0.5, math.nan, 1, None, None)
     monkeypatch.setattr("pliant.cli.run_device.run_device", lambda job: trained)

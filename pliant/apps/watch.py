@@ -121,14 +121,14 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         try:
             if path == "/":
-                self._answer(200, "text/html", self.server.live.page().encode())
+                self._answer(200, "text/html", self.server.live.page().encode(errors="replace"))
             elif path == "/news.json":
                 since = parse_qs(query).get("since", [""])[0]
                 self._answer(200, "application/json", json.dumps(self.server.live.news(since)).encode())
             else:
                 self._answer(404, "text/plain", b"Not here.\n")
         except LogError as error:
-            self._answer(503, "text/plain", f"{error}\n".encode())
+            self._answer(503, "text/plain", f"{error}\n".encode(errors="replace"))
 
     do_HEAD = do_GET
 

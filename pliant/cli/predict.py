@@ -82,7 +82,7 @@ def predict(
             note(in_short(skipped))
         content = {Form.csv: _csv, Form.json: _json}.get(form, _plain)(rows, skipped)
         if out is not None:
-            write_aside(out, content.encode())
+            write_aside(out, content.encode(errors="surrogateescape"))  # names of files are any bytes
     if out is not None:
         typer.echo(f"wrote {out}: {len(rows)} predictions")
     elif form is Form.table and Console().is_terminal:

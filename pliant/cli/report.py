@@ -47,5 +47,5 @@ def report(
         if out is None:
             typer.echo(content, nl=False)
             return
-        write_aside(out, content.encode())
+        write_aside(out, content.encode(errors="replace"))
         console.print(f"wrote {out}", markup=False, highlight=False, soft_wrap=True)

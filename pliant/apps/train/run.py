@@ -296,11 +296,12 @@ class TrainingRun:
     def write_notes(self, result: Result | None = None) -> None:
         """README.md, and the list of samples that were skipped."""
         task = self.task
-        write_aside(self.folder.readme, readme(self.options, self.folder.path, task.classes, task.inputs, result).encode())
+        text = readme(self.options, self.folder.path, task.classes, task.inputs, result)
+        write_aside(self.folder.readme, text.encode(errors="replace"))  # a name may hold bytes that are not UTF-8
         if self.options.skip_unreadable:
             rows = io.StringIO()
             csv.writer(rows).writerows([("sample", "why"), *task.skipped])
-            write_aside(self.folder.skipped, rows.getvalue().encode())
+            write_aside(self.folder.skipped, rows.getvalue().encode(errors="surrogateescape"))
 
     def log_classes(self) -> None:
         """How the best weights do on each class of the validation split."""
