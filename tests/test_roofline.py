@@ -417,7 +417,7 @@ def test_the_text_plot_shows_roof_units_and_axes() -> None:
     assert "GFLOP/s" in lines[1]
     assert "ridge 10 FLOP/byte" in lines[1]
     assert lines[17] == "FLOP/byte".rjust(72)
-    assert lines[16].split() == ["0.1", "1", "10", "100", "1000"]
+    assert lines[16].split() == ["0.1", "1", "10", "100", "1000"] and len(lines[16]) == 72
     assert "b norm.weight: 0.2 FLOP/byte, 2 GFLOP/s, 100% of the roof, memory-bound" in lines
     assert lines[-2:] == ["no FLOPs: embedding", "no seconds or no bytes: unused"]
 

@@ -169,8 +169,9 @@ def text_plot(rows: Iterable[RooflineRow], peaks: Peaks, width: int = 72, height
     labels = {cell(1, 10.0**power)[0]: f"{10.0 ** (power - 9):g}" for power in chart.y}
     ticks = ""
     for power in chart.x:
-        at = margin + cell(10.0**power, 1)[1]
-        ticks = ticks.ljust(at) + f"{10.0**power:g}" if at > len(ticks) else ticks
+        label = f"{10.0**power:g}"
+        at = min(margin + cell(10.0**power, 1)[1], width - len(label))
+        ticks = ticks.ljust(at) + label if at > len(ticks) else ticks
     who, numbers = chart.head()
     body = [f"{labels.get(number, ''):>{margin - 2}} |{''.join(line)}".rstrip() for number, line in enumerate(grid)]
     units = [f"{letter} {chart.describe(row)}" for letter, row in zip(marks, chart.rows, strict=True)] if legend else []
