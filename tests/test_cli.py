@@ -120,6 +120,7 @@ MISUSED = [  # an option or argument that is not known, has no such value, or na
     ([*TRAIN, "--recipe", "only"], "needs names"),
     ([*TRAIN, "--lr", "-1"], "learning rate"),
     ([*TRAIN, "--seed", "-1"], "seed"),
+    ([*TRAIN, "--seed", str(2**63)], f"seed={2**63}: give a number below 2**63"),
     ([*TRAIN, "--validation", "0.7"], "validation=0.7"),
     ([*TRAIN, "--log-to", "paper"], "tensorboard"),
     ([*TRAIN, "--recipe", "head", "--engine", "prefix+graphs"], "captured on CUDA"),

@@ -77,6 +77,7 @@ def test_batches_of_an_epoch_hang_on_nothing_else() -> None:
     assert first == [labels.tolist() for _, labels in mine.batches(8, 3, 1)]
     assert first != [labels.tolist() for _, labels in mine.batches(8, 3, 0)]
     assert first != [labels.tolist() for _, labels in mine.batches(8, 4, 1)]
+    assert first != [labels.tolist() for _, labels in mine.batches(8, 2**63 - 1, 1)]  # the largest seed
 
 
 def test_judging_leaves_no_trace_and_tells_the_truth() -> None:

@@ -74,7 +74,7 @@ class Task:
 
     def batches(self, size: int, seed: int, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The batches of one epoch. They depend on the seed and the epoch alone."""
-        plain = data.batches(self.train, size, seed=seed * 1_000_003 + epoch, epochs=1)
+        plain = data.batches(self.train, size, seed=(seed * 1_000_003 + epoch) % 2**64, epochs=1)
         for number, (inputs, labels) in enumerate(plain):
             yield augmented(inputs, self.inputs, self.augment, [seed, epoch, number]), labels
 

@@ -117,6 +117,8 @@ class Options:
             least = each.metadata["least"]
             if least is not None and given is not None and given < least:
                 raise TaskError(f"{each.name}={given!r}: give {least} or more.")
+        if self.seed >= 2**63:
+            raise TaskError(f"seed={self.seed}: give a number below 2**63, as torch takes.")
         try:
             modes.parse(self.engine)
         except ValueError as error:
