@@ -160,6 +160,7 @@ MISUSED = [  # an option or argument that is not known, has no such value, or na
     (["meta-train", "nowhere", *META[2:]], "SOURCE: 'nowhere' is not there"),
     ([*META, "--backbone", "mcunet"], "--backbone: no model 'mcunet'"),
     ([*META, "--support", "3"], "--support"),
+    ([*META, "--out", "out.txt"], "--out out.txt: give a name that ends with .safetensors"),
 ]
 FAILED = [  # what was asked was understood, and cannot be done
     ([*TRAIN, "--macs", "0.001"], "below the floor"),

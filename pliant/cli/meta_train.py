@@ -48,6 +48,8 @@ def meta_train(
         return "stopped: continue with --resume." if state.exists() else "stopped: no task was finished yet."
 
     with exit_on_errors(ValueError, RuntimeError, stopped=stopped):
+        if out.suffix != ".safetensors":
+            raise UsageError(f"--out {out}: give a name that ends with .safetensors, so that it can be read again.")
         if out.exists() or (state.exists() and not resume):
             file, what = (out, "choose another --out") if out.exists() else (state, "continue with --resume")
             raise ValueError(f"{str(file)!r} is there already, from another run: {what}, or remove it.")
