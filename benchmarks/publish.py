@@ -68,6 +68,13 @@ SECTIONS = (
         ),
     ),
     Section(
+        "At equal MACs",
+        """Shares of a full step's MACs, 12 epochs with every method, two seeds. `full` is full training, captured; with `norm
+frozen` all norms use running statistics, as `elastic_trainer` has it.""",
+        "python benchmarks/transfer.py --data DIR --device cuda --methods 'elastic_trainer 0.5, cost counted' …",
+        ("transfer_macs_cub_h200", "transfer_macs_pets_h200"),
+    ),
+    Section(
         "One change at a time",
         "The recipe `pliant` on the bird species, with one part of the policy replaced.",
         "python benchmarks/transfer.py --data DIR --classes 20 --images 40 --methods 'pliant 0.4, signal fisher' …",

@@ -67,9 +67,8 @@ def test_recipes_that_differ_in_a_special_character_have_folders_of_their_own() 
 
 def test_a_run_that_began_with_other_options_is_not_resumed(place: Path) -> None:
     last = cells(["last"], [("time", "0.5")], [0])
-    run_folder.write_options(
-        run_folder.Folder(place / "out/runs" / last[0].name), replace(BASE, recipe="full").resolved().to_json()
-    )
+    folder = run_folder.Folder(place / "out/runs" / last[0].name)
+    run_folder.write_options(folder, replace(BASE, recipe="full").resolved().to_json(), {})
     with pytest.raises(PliantError, match="another comparison: recipe is 'full' there and 'last' here"):
         compare.compare(BASE, last, "out")
 
