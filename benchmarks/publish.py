@@ -145,7 +145,8 @@ Where *weights off* is no larger than *PyTorch against itself*, training magnifi
             *("step_x86_openvino_64", "step_x86_openvino_128"),
             *("step_x86_ort_64", "step_x86_ort_128", "step_x86_transformers", "step_cpu"),
             *("step_arm_openvino_64", "step_arm_openvino_128", "step_arm_ort_64", "step_arm_ort_128"),
-            *("step_arm_openvino_2_threads", "step_arm_transformers", "step_arm_cpu", "step_h200"),
+            *("step_x86_openvino_2_threads", "step_arm_openvino_2_threads", "step_arm_transformers"),
+            *("step_arm_cpu", "step_h200"),
         ),
     ),
     Section(
