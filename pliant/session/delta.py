@@ -116,4 +116,4 @@ def on(device: torch.device, held: Any) -> Any:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     a = a.detach()
-    return torch.equal(a, b) or bool(torch.equal(a.detach().isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+    return torch.equal(a, b) or bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
